@@ -1,0 +1,142 @@
+"""What a kernel stack offers to the models: types and signatures, no implementation.
+
+A stack is one `Kernels` value: a table of callables. `reference.py` fills it with plain torch; the GPU stacks replace entries.
+All tensors are contiguous unless a line says otherwise. T: tokens of the step, R: requests (rows) of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the step's tokens stand. Built once a step; every layer reads it. Row r owns tokens query_start_loc[r]:[r+1].
+
+    Padded rows of a graph have one token, seq_len 1 and a page table full of the dummy page 0.
+    """
+
+    query_start_loc: Tensor
+    """int32 [R + 1]"""
+    seq_lens: Tensor
+    """int32 [R]: tokens in the cache once this step's are written."""
+    page_table: Tensor
+    """int32 [R, max_pages]; entries beyond the row's pages are 0."""
+    slot_mapping: Tensor
+    """int64 [T]: page * page_size + offset of each token."""
+    page_size: int
+    query_lens_host: tuple[int, ...]
+    """The same as the device tensors, on the host, for planning without a sync."""
+    seq_lens_host: tuple[int, ...]
+
+    @property
+    def decode_only(self) -> bool:
+        return all(length == 1 for length in self.query_lens_host)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention planner needs to know of the model."""
+
+    kind: Literal["gqa", "mla"]
+    num_heads: int
+    num_kv_heads: int
+    """1 for mla."""
+    head_dim: int
+    """gqa: head size; mla: kv_lora_rank."""
+    rope_dim: int
+    """mla: qk_rope_head_dim, the second part of a cache entry; gqa: 0."""
+    scale: float
+    """Softmax scale, YaRN's factor included."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """y = x W^T. `scale` is None for plain weights; FP8 weights carry fp32 [ceil(N/128), ceil(K/128)]: W = weight * scale."""
+
+    weight: Tensor
+    """[N, K]"""
+    scale: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The rank's experts, stacked by slot. Gate rows first, then up rows, not interleaved."""
+
+    w13: Tensor
+    """[E, 2I, H]"""
+    w2: Tensor
+    """[E, H, I]"""
+    w13_scale: Tensor | None = None
+    """fp32 [E, ceil(2I/128), ceil(H/128)] for FP8."""
+    w2_scale: Tensor | None = None
+    """fp32 [E, ceil(H/128), ceil(I/128)] for FP8."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How logits become expert ids and weights."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"]
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: Literal["none", "max", "top2_sum"] = "none"
+    """none: no group limit; max: DeepSeek-V2 group_limited_greedy; top2_sum: DeepSeek-V3 noaux_tc."""
+    normalize: bool = False
+    """Divide the chosen weights by their sum."""
+    scale: float = 1.0
+    """routed_scaling_factor as the family applies it; always folded into the weights here, exactly once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """One named stack. Each entry's contract is the reference's docstring in reference.py."""
+
+    name: str
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(x [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are."""
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    """(q [T, Hq, D], k [T, Hk, D], cos_sin fp32 [max_positions, rot] = cat(cos, sin), positions int64 [T], interleaved)
+    -> new (q, k). Rotates the first `rot` dims of each head; interleaved pairs (2i, 2i+1), else (i, i + rot/2)."""
+    silu_and_mul: Callable[[Tensor], Tensor]
+    """[..., 2I] (gate | up) -> [..., I]"""
+    linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
+    """(x [..., K], weight, bias [N] or None) -> [..., N]"""
+    route: Callable[[Tensor, Tensor | None, RouterConfig], tuple[Tensor, Tensor]]
+    """(logits fp32 [T, E], correction_bias fp32 [E] or None, config) -> (topk_ids int32 [T, k], topk_weights fp32 [T, k])"""
+    experts_flat: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
+    """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed."""
+    experts_masked: Callable[[Tensor, Tensor, ExpertWeights], Tensor]
+    """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted."""
+    write_gqa: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """(k [T, Hkv, D], v [T, Hkv, D], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T])"""
+    write_mla: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """(latent [T, R], k_rope [T, P], cache [pages, page_size, R + P], slot_mapping int64 [T])"""
+    plan_attention: Callable[[AttentionMetadata, AttentionShape], Any]
+    """Host work before the forward; its result is `ForwardContext.attention_plan` and the next two's last argument."""
+    gqa_attention: Callable[[Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
+    """(q [T, Hq, D], cache, metadata, shape, plan) -> [T, Hq, D]; causal within the row."""
+    mla_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
+    """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
+
+
+KVLayerShape = tuple[int, ...]
+
+
+def kv_page_shape(shape: AttentionShape, page_size: int) -> KVLayerShape:
+    """Shape of one page of one layer's cache: gqa [2, page_size, Hkv, D], mla [page_size, R + P]."""
+    if shape.kind == "mla":
+        return (page_size, shape.head_dim + shape.rope_dim)
+    return (2, page_size, shape.num_kv_heads, shape.head_dim)
+
+
+def dtype_bytes(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype).element_size()

@@ -1,0 +1,1 @@
+"""What a forward is: architectures, layers, weights and the sampler."""

@@ -1,0 +1,1 @@
+"""When to run what: one engine process per rank."""

@@ -1,0 +1,1 @@
+"""The edge: HTTP on one side, token ids on the other. Knows nothing of torch, models or the runtime."""
