@@ -5,14 +5,17 @@ Flags, environment and config file are read in cli.py; this module does not know
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from minserve.errors import UsageError
+from minserve.errors import CheckpointError, UsageError
 
 EMBEDDED_MODEL = "embedded"
 """The name that stands for the small trained checkpoint inside the package."""
+
+EMBEDDED_DIRECTORY = Path(__file__).parent / "assets" / "tiny-deepseek-v3"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,19 +75,69 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+_AT_LEAST = {
+    "max_num_seqs": 1,
+    "chunked_prefill_size": 1,
+    "page_size": 1,
+    "max_queued_requests": 1,
+    "max_body_bytes": 1,
+    "ep_size": 1,
+    "nnodes": 1,
+    "max_model_len": 2,
+    "num_pages": 1,
+    "cpu_kv_cache_bytes": 1,
+    "drain_timeout": 0,
+    "watchdog_timeout": 1,
+    "node_rank": 0,
+    "seed": 0,
+}
+
+
 def validate(config: Config) -> Config:
     """The same config, or UsageError with the flag and what to do."""
-    positive = ("max_num_seqs", "chunked_prefill_size", "page_size", "max_queued_requests", "max_body_bytes", "ep_size")
-    for name in positive:
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    if not 0 <= config.port <= 65535:
-        raise UsageError(f"--port must be between 0 and 65535, not {config.port}")
+    for name, least in _AT_LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{flag_name(name)} must be at least {least}, not {value}")
+    for name in ("port", "master_port"):
+        if not 0 <= getattr(config, name) <= 65535:
+            raise UsageError(f"{flag_name(name)} must be between 0 and 65535, not {getattr(config, name)}")
     if not 0.05 <= config.gpu_memory_utilization <= 1.0:
         raise UsageError(f"--gpu-memory-utilization must be between 0.05 and 1, not {config.gpu_memory_utilization}")
-    if config.max_model_len is not None and config.max_model_len < 2:
-        raise UsageError(f"--max-model-len must be at least 2, not {config.max_model_len}")
+    if any(size < 1 for size in config.cuda_graph_bs):
+        raise UsageError(f"--cuda-graph-bs takes batch sizes of at least 1, not {min(config.cuda_graph_bs)}")
+    for name in ("api_key", "served_model_name"):
+        if any(not value.strip() for value in getattr(config, name)):
+            raise UsageError(f"{flag_name(name)} must not be empty")
+    if config.ep_size > 1 or config.nnodes > 1:
+        asked = f"--ep-size {config.ep_size}" if config.ep_size > 1 else f"--nnodes {config.nnodes}"
+        raise UsageError(f"{asked}: this version serves from one process on one device; leave the flag out")
     return config
+
+
+def flag_name(field: str) -> str:
+    """The canonical command-line spelling of a setting: `max_model_len` is `--max-model-len`."""
+    return "--" + field.replace("_", "-")
+
+
+def model_directory(config: Config) -> Path:
+    """Where the checkpoint lies. Raises CheckpointError when that is no directory with a config.json."""
+    path = EMBEDDED_DIRECTORY if config.model == EMBEDDED_MODEL else Path(config.model).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"model {config.model!r}: no such directory; give the path of a checkpoint (models are not fetched by name)"
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"model {config.model!r} is a file; give the directory that holds its config.json")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"model directory {path} has no config.json")
+    return path
+
+
+def printable(config: Config) -> dict[str, Any]:
+    """Every setting with its value, secrets hidden: what may be logged or shown by the server."""
+    values: dict[str, Any] = msgspec.to_builtins(config)
+    return values | {"api_key": ["***"] * len(config.api_key)}
 
 
 def encode(config: Config) -> bytes:
