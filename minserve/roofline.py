@@ -1,0 +1,243 @@
+"""Parameters, bytes and operations of a MoE model, counted from its config alone, and the floor they set for a decode step.
+
+Plain arithmetic: no torch, no device, no weights. The floor charges each part of a step the larger of its bytes over the
+memory bandwidth and its operations over the matrix rate; activations (which mostly live in L2) and launches cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+FP8_BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """Measured ceilings of one GPU model: bytes a second, operations a second, bytes."""
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    """Device-to-device copy, read plus write."""
+    bf16_rate: float
+    fp8_rate: float
+    nvlink_bandwidth: float
+    """Each way, per GPU."""
+
+
+H200 = Gpu("h200", 143_771 * 2.0**20, 4.3e12, 790e12, 1300e12, 350e9)
+GPUS: Mapping[str, Gpu] = {H200.name: H200}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The dimensions that bytes and operations depend on."""
+
+    hidden: int
+    num_layers: int
+    vocab: int
+    tied_embeddings: bool
+    heads: int
+    kv_heads: int
+    """0 for MLA."""
+    head_dim: int
+    """0 for MLA."""
+    q_lora: int
+    kv_lora: int
+    """0 for GQA."""
+    nope: int
+    rope: int
+    v_dim: int
+    qkv_bias: bool
+    qk_norm: bool
+    num_sparse_layers: int
+    dense_intermediate: int
+    num_experts: int
+    top_k: int
+    expert_intermediate: int
+    shared_intermediate: int
+    """Whole width of the shared expert, 0 for none."""
+    shared_gate: bool
+    correction_bias: bool
+    fp8: bool
+    """Linear layers and experts in FP8 blocks; embeddings, head, router and norms stay at two bytes."""
+
+    @property
+    def mla(self) -> bool:
+        return self.kv_lora > 0
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers - self.num_sparse_layers
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
+    """Reads a published config.json (already parsed). Raises KeyError naming a missing field."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    layers = int(text["num_hidden_layers"])
+    mla = "kv_lora_rank" in text
+    num_experts = int(text.get("n_routed_experts") or text.get("num_experts") or 0)
+    deepseek = "n_routed_experts" in text
+    expert_width = int(text.get("moe_intermediate_size") or 0)
+    if deepseek:
+        shared = int(text.get("n_shared_experts") or 0) * expert_width
+        step = int(text.get("moe_layer_freq") or 1)
+        sparse = sum(i >= int(text.get("first_k_dense_replace") or 0) and i % step == 0 for i in range(layers))
+    else:
+        shared = int(text.get("shared_expert_intermediate_size") or 0)
+        step = int(text.get("decoder_sparse_step") or 1)
+        dense_only = set(text.get("mlp_only_layers") or ())
+        sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
+    model_type = str(text.get("model_type", ""))
+    quantization = text.get("quantization_config") or config.get("quantization_config") or {}
+    heads = int(text["num_attention_heads"])
+    return ModelShape(
+        hidden=int(text["hidden_size"]),
+        num_layers=layers,
+        vocab=int(text["vocab_size"]),
+        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+        heads=heads,
+        kv_heads=0 if mla else int(text.get("num_key_value_heads") or heads),
+        head_dim=0 if mla else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        q_lora=int(text.get("q_lora_rank") or 0),
+        kv_lora=int(text.get("kv_lora_rank") or 0),
+        nope=int(text.get("qk_nope_head_dim") or 0),
+        rope=int(text.get("qk_rope_head_dim") or 0),
+        v_dim=int(text.get("v_head_dim") or 0),
+        qkv_bias=bool(text.get("qkv_bias", model_type == "qwen2_moe")),
+        qk_norm=model_type.startswith("qwen3"),
+        num_sparse_layers=sparse if num_experts else 0,
+        dense_intermediate=int(text.get("intermediate_size") or 0),
+        num_experts=num_experts,
+        top_k=int(text.get("num_experts_per_tok") or 0),
+        expert_intermediate=expert_width,
+        shared_intermediate=shared,
+        shared_gate=model_type == "qwen2_moe",
+        correction_bias=text.get("topk_method") == "noaux_tc",
+        fp8=quantization.get("quant_method") == "fp8",
+    )
+
+
+def attention_parameters(m: ModelShape) -> dict[str, int]:
+    """One layer's attention: `linear` matrices, `kv_up` (MLA's kv_b_proj, absorbed in bf16), and `other` (norms, biases)."""
+    if m.mla:
+        query = m.heads * (m.nope + m.rope)
+        q = m.hidden * m.q_lora + m.q_lora * query if m.q_lora else m.hidden * query
+        linear = q + m.hidden * (m.kv_lora + m.rope) + m.heads * m.v_dim * m.hidden
+        return {"linear": linear, "kv_up": m.kv_lora * m.heads * (m.nope + m.v_dim), "other": m.q_lora + m.kv_lora}
+    query, key = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    other = (query + 2 * key if m.qkv_bias else 0) + (2 * m.head_dim if m.qk_norm else 0)
+    return {"linear": m.hidden * (2 * query + 2 * key), "kv_up": 0, "other": other}
+
+
+def parameters(m: ModelShape) -> dict[str, int]:
+    """Parameters by part, exactly as the checkpoint holds them (MTP layers left out); their sum is the model's total."""
+    attention = attention_parameters(m)
+    per_expert = 3 * m.hidden * m.expert_intermediate
+    return {
+        "embedding": m.vocab * m.hidden,
+        "lm_head": 0 if m.tied_embeddings else m.vocab * m.hidden,
+        "attention": m.num_layers * sum(attention.values()),
+        "dense_mlp": m.num_dense_layers * 3 * m.hidden * m.dense_intermediate,
+        "router": m.num_sparse_layers * m.num_experts * (m.hidden + m.correction_bias),
+        "routed_experts": m.num_sparse_layers * m.num_experts * per_expert,
+        "shared_expert": m.num_sparse_layers * (3 * m.hidden * m.shared_intermediate + (m.hidden if m.shared_gate else 0)),
+        "norms": (2 * m.num_layers + 1) * m.hidden,
+    }
+
+
+def linear_weight_bytes(m: ModelShape) -> float:
+    """Bytes of one parameter of a linear layer, its share of the block scale included."""
+    return 1 + 4 / FP8_BLOCK**2 if m.fp8 else 2.0
+
+
+def weight_bytes(m: ModelShape) -> dict[str, float]:
+    """Bytes on the device by part. `kv_b_proj` counts twice its bf16 size where FP8 keeps none of it: absorbed halves only."""
+    counts = parameters(m)
+    linear = linear_weight_bytes(m)
+    attention = attention_parameters(m)
+    per_layer = attention["linear"] * linear + (attention["kv_up"] + attention["other"]) * 2
+    factor = {"dense_mlp": linear, "routed_experts": linear, "shared_expert": linear}
+    sizes = {part: count * factor.get(part, 2.0) for part, count in counts.items()}
+    sizes["attention"] = m.num_layers * per_layer
+    return sizes
+
+
+def kv_bytes_per_token(m: ModelShape, element_bytes: float = 2.0) -> float:
+    """Bytes of KV cache of one token over all layers."""
+    per_layer = m.kv_lora + m.rope if m.mla else 2 * m.kv_heads * m.head_dim
+    return m.num_layers * per_layer * element_bytes
+
+
+def distinct_experts(num_experts: int, top_k: int, tokens: float) -> float:
+    """Expected number of experts hit by `tokens` tokens under uniform routing."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens) if num_experts else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartCost:
+    """What one part of a step moves and computes, on one GPU."""
+
+    bytes: float
+    operations: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFloor:
+    """The least time of one decode step on one GPU."""
+
+    parts: dict[str, PartCost]
+    distinct_experts: float
+    """Of this rank's experts, hit in each layer."""
+    communication_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts.values()) + self.communication_seconds
+
+    @property
+    def bytes(self) -> float:
+        return sum(part.bytes for part in self.parts.values())
+
+
+def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int = 1, kv_element_bytes: float = 2.0) -> StepFloor:
+    """One decode step of `batch` requests per GPU, each with `context` tokens in the cache.
+
+    Weights are read once, of the routed experts only those hit (uniform routing over all ranks' tokens), the KV cache once.
+    Under expert parallelism FP8 dispatch (one byte) and bf16 combine (two) carry each token to the ranks of its experts.
+    """
+    linear = linear_weight_bytes(m)
+    attention = attention_parameters(m)
+    attention_bytes = m.num_layers * (attention["linear"] * linear + attention["kv_up"] * 2)
+    attention_macs = m.num_layers * (attention["linear"] + attention["kv_up"])
+    per_pair = m.heads * (2 * m.kv_lora + m.rope if m.mla else 2 * m.head_dim)
+    expert = 3 * m.hidden * m.expert_intermediate
+    hit = distinct_experts(m.num_experts, m.top_k, batch * ep_size) / ep_size
+    counts = parameters(m)
+    rate = gpu.fp8_rate if m.fp8 else gpu.bf16_rate
+
+    def part(size: float, macs: float, matrix_rate: float) -> PartCost:
+        return PartCost(size, 2 * macs, max(size / gpu.bandwidth, 2 * macs / matrix_rate))
+
+    head = m.vocab * m.hidden
+    parts = {
+        "attention_weights": part(attention_bytes, batch * attention_macs, rate),
+        "kv_cache": part(
+            batch * (context + 1) * kv_bytes_per_token(m, kv_element_bytes),
+            m.num_layers * batch * context * per_pair,
+            gpu.bf16_rate,
+        ),
+        "router": part(counts["router"] * 2, batch * counts["router"], gpu.bf16_rate),
+        "routed_experts": part(m.num_sparse_layers * hit * expert * linear, batch * m.top_k * m.num_sparse_layers * expert, rate),
+        "shared_expert": part(counts["shared_expert"] * linear, batch * counts["shared_expert"], rate),
+        "dense_mlp": part(counts["dense_mlp"] * linear, batch * counts["dense_mlp"], rate),
+        "lm_head": part(head * 2, batch * head, gpu.bf16_rate),
+    }
+    communication = 0.0
+    if ep_size > 1:
+        sent = m.num_sparse_layers * batch * m.top_k * m.hidden * 3 * (ep_size - 1) / ep_size
+        communication = sent / gpu.nvlink_bandwidth
+    return StepFloor(parts, hit, communication)
