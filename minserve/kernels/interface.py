@@ -1,7 +1,8 @@
 """What a kernel stack offers to the models: types and signatures, no implementation.
 
 A stack is one `Kernels` value: a table of callables. `reference.py` fills it with plain torch; the GPU stacks replace entries.
-All tensors are contiguous unless a line says otherwise. T: tokens of the step, R: requests (rows) of the step.
+All tensors are contiguous unless a line says otherwise; "view" marks an input of up to three dimensions whose last one is
+contiguous and whose others may be strided (a slice of a fused projection). T: tokens of the step, R: requests (rows) of the step.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ class Kernels:
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """(x [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
+    """(x view [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are."""
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-    """(q [T, Hq, D], k [T, Hk, D], cos_sin fp32 [max_positions, rot] = cat(cos, sin), positions int64 [T], interleaved)
+    """(q view [T, Hq, D], k view [T, Hk, D], cos_sin fp32 [max_positions, rot] = cat(cos, sin), positions int64 [T], interleaved)
     -> new (q, k). Rotates the first `rot` dims of each head; interleaved pairs (2i, 2i+1), else (i, i + rot/2)."""
     silu_and_mul: Callable[[Tensor], Tensor]
     """[..., 2I] (gate | up) -> [..., I]"""
@@ -117,15 +118,17 @@ class Kernels:
     experts_masked: Callable[[Tensor, Tensor, ExpertWeights], Tensor]
     """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted."""
     write_gqa: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """(k [T, Hkv, D], v [T, Hkv, D], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T])"""
+    """(k view [T, Hkv, D], v view [T, Hkv, D], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T])"""
     write_mla: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """(latent [T, R], k_rope [T, P], cache [pages, page_size, R + P], slot_mapping int64 [T])"""
+    """(latent view [T, R], k_rope view [T, P], cache [pages, page_size, R + P], slot_mapping int64 [T])"""
     plan_attention: Callable[[AttentionMetadata, AttentionShape], Any]
     """Host work before the forward; its result is `ForwardContext.attention_plan` and the next two's last argument."""
     gqa_attention: Callable[[Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q [T, Hq, D], cache, metadata, shape, plan) -> [T, Hq, D]; causal within the row."""
     mla_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
+    keeps_fp8: bool = False
+    """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
 
 
 KVLayerShape = tuple[int, ...]
