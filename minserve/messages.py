@@ -131,7 +131,11 @@ class FrameError(ValueError):
 
 def encode_frame(message: ToEngine | ToFront) -> bytes:
     """One message as bytes ready to send: a little-endian uint32 length, then msgpack."""
-    body = _encoder.encode(message)
+    return frame(_encoder.encode(message))
+
+
+def frame(body: bytes) -> bytes:
+    """A body with its length before it. The first body an engine gets is a Config, every later one a message."""
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(body)} bytes is over the frame limit of {MAX_FRAME_BYTES}")
     return _HEADER.pack(len(body)) + body

@@ -1,0 +1,5 @@
+"""`python -m minserve`: the same as the `minserve` script."""
+
+from minserve.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""The process tree: one front (this process), one engine process per rank, started together and ending together.
+
+Knows sockets, signals and exit codes; nothing of HTTP or torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from minserve import config as configuration
+from minserve.config import Config
+from minserve.errors import EnvironmentFault, ExitCode
+from minserve.messages import frame
+from minserve.server.app import serve
+
+ENGINE_MODULE = "minserve.runtime.engine"
+LISTEN_BACKLOG = 4096
+"""Connections that may wait for the front; the kernel caps it at net.core.somaxconn."""
+_ENGINE_LEAVES_WITHIN = 5.0
+"""Seconds an engine gets to leave after its socket is closed, before it is killed."""
+_LIBRARY_FOLDERS = ("nvshmem/lib", "nccl/lib")
+"""Below the `nvidia` packages: libraries that vendor kernels look for by name only."""
+
+log = logging.getLogger("minserve.launch")
+
+
+def run(config: Config, engine_module: str = ENGINE_MODULE) -> int:
+    """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
+    _keep_standard_streams()
+    _raise_open_files_limit()
+    with bind(config.host, config.port) as listener, _engine(config, engine_module) as (engine, connection):
+        try:
+            code = asyncio.run(serve(config, [connection], listener))
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        if code == ExitCode.RANK_DIED:
+            log.error("%s", _cause_of_death(engine))
+    return code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises EnvironmentFault with what to do when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise EnvironmentFault(f"--host {host} cannot be resolved: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EnvironmentFault(_bind_sentence(host, port, error)) from error
+    return listener
+
+
+def _bind_sentence(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use by another process; stop that one or choose another with --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs more rights than this user has; choose one above 1023 with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is no address of this machine; 127.0.0.1 serves this machine only, 0.0.0.0 every network"
+    return f"cannot listen on {host} port {port}: {error.strerror}"
+
+
+@contextlib.contextmanager
+def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """The engine process of rank 0 and the front's end of its socket. On leaving, the engine is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            env=_engine_environment(theirs.fileno()),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
+        )
+    try:
+        with ours:
+            with contextlib.suppress(OSError):  # an engine that is dead already is told by EOF
+                ours.sendall(frame(configuration.encode(config)))
+            yield process, ours
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for an engine whose socket is closed; kill it when it does not leave."""
+    try:
+        process.wait(_ENGINE_LEAVES_WITHIN)
+    except BaseException as error:
+        process.kill()
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        log.warning("engine 0 (pid %d) did not leave within %g s and was killed", process.pid, _ENGINE_LEAVES_WITHIN)
+
+
+def _cause_of_death(process: subprocess.Popen[bytes]) -> str:
+    """How an engine ended that said no last word."""
+    try:
+        code = process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        return f"engine 0 (pid {process.pid}) closed its connection but still runs"
+    if code >= 0:
+        return f"engine 0 (pid {process.pid}) ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+    return f"engine 0 (pid {process.pid}) was killed by {name}{hint}"
+
+
+def _engine_environment(descriptor: int) -> dict[str, str]:
+    """The engine's variables. Library paths must be there before exec: the dynamic linker reads them once."""
+    environment = dict(os.environ)
+    environment["MINSERVE_ENGINE_FD"] = str(descriptor)
+    # -P keeps the working directory, where anything may lie, out of the engine's imports; the package itself stays found.
+    ours = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
+    folders = vendor_library_folders()
+    if folders:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
+    return environment
+
+
+def vendor_library_folders() -> list[str]:
+    """Folders of the installed NVSHMEM and NCCL packages; none on a machine without them."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return [str(path) for root in roots for folder in _LIBRARY_FOLDERS if (path := Path(root) / folder).is_dir()]
+
+
+def _keep_standard_streams() -> None:
+    """Fill the places of closed standard streams, else a socket would get number 1 and be written to as output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _raise_open_files_limit() -> None:
+    """Every connection is an open file; shells start processes with a soft limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
