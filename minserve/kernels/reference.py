@@ -1,0 +1,265 @@
+"""The slow plain-torch truth of every kernel: what the CPU runs and what the GPU kernels are tested against.
+
+Knows no layer and no model. Statistics, scores and sums are in fp32 whatever the tensors' type; a row's result depends on
+its batch mates by no more than the rounding of fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RouterConfig
+
+FP8_BLOCK = 128
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x view [..., H] over its root mean square, times weight [H]; rounded once, at the end."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, the sum), both new; the sum is rounded to x's type before it is normed."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """New (q, k) turned by their positions' angles.
+
+    q view [T, Hq, D], k view [T, Hk, D], cos_sin fp32 [max_positions, rot] = cat(cos, sin) of rot/2 angles each, positions
+    int64 [T]. The first `rot` dims of each head turn in pairs (2i, 2i + 1) when interleaved, else (i, i + rot/2); results
+    keep the pairs where they were, and the other dims pass.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    return _turn(q, cos, sin, interleaved), _turn(k, cos, sin, interleaved)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    half = cos.shape[-1]
+    head = x[..., : 2 * half].float()
+    if interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+    else:
+        first, second = head[..., :half], head[..., half:]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((joined.to(x.dtype), x[..., 2 * half :]), dim=-1)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[..., 2I] = gate | up -> [..., I] = silu(gate) * up."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """weight [..., N, K] times its scale [..., ceil(N/128), ceil(K/128)] as `dtype`; without a scale, the weight as it is."""
+    if scale is None:
+        return weight
+    rows, columns = weight.shape[-2:]
+    tiled = scale.repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :].repeat_interleave(FP8_BLOCK, dim=-1)[..., :columns]
+    return (weight.float() * tiled).to(dtype)
+
+
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights are widened first: no activation is quantised."""
+    return F.linear(x, widen(weight.weight, weight.scale, x.dtype), bias)
+
+
+def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
+    """Expert ids int32 [T, k] and weights fp32 [T, k], best choice first; equal choices go to the lower id.
+
+    The bias (DeepSeek-V3's noaux_tc) steers the choice and never the weight. Experts outside the kept groups score -inf, so
+    that a kept expert wins whatever its sign. `config.scale` is applied here and nowhere else.
+    """
+    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if config.group_score != "none":
+        grouped = choice.unflatten(-1, (config.num_groups, -1))
+        best = grouped.amax(-1) if config.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _best(best, config.top_k_groups), True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = _best(choice, config.top_k)
+    weights = scores.gather(-1, ids)
+    if config.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.to(torch.int32), weights * config.scale
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of the last dim, largest first, ties to the lower index (topk promises no order of ties)."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+    """Each row of x [T, H] through its slots [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H].
+
+    Loops over the slots that were hit, so the cost follows the work and not the number of experts.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    flat_slots = slot_ids.flatten()
+    order = flat_slots.argsort(stable=True)
+    counts = torch.bincount(flat_slots + 1, minlength=experts.w13.shape[0] + 1).tolist()
+    tokens = order // max(slot_ids.shape[1], 1)
+    pair_weights = weights.flatten()[order]
+    start = counts[0]
+    for slot, count in enumerate(counts[1:]):
+        if count:
+            rows = tokens[start : start + count]
+            result = _expert(x[rows], slot, experts).float()
+            out.index_add_(0, rows, result * pair_weights[start : start + count].unsqueeze(-1))
+            start += count
+    return out.to(x.dtype)
+
+
+def experts_masked(x: Tensor, counts: Tensor, experts: ExpertWeights) -> Tensor:
+    """x [E, M, H], of which the first counts[e] rows are real, through expert e: [E, M, H]; the other rows are zero here."""
+    out = torch.zeros_like(x)
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            out[slot, :count] = _expert(x[slot, :count], slot, experts)
+    return out
+
+
+def _expert(x: Tensor, slot: int, experts: ExpertWeights) -> Tensor:
+    w13 = widen(experts.w13[slot], None if experts.w13_scale is None else experts.w13_scale[slot], x.dtype)
+    w2 = widen(experts.w2[slot], None if experts.w2_scale is None else experts.w2_scale[slot], x.dtype)
+    return F.linear(silu_and_mul(F.linear(x, w13)), w2)
+
+
+def write_gqa(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """k and v views [T, Hkv, D] into cache [pages, 2, page_size, Hkv, D] at slot_mapping int64 [T]."""
+    page_size = cache.shape[2]
+    pages, offsets = slot_mapping // page_size, slot_mapping % page_size
+    cache[pages, 0, offsets] = k.to(cache.dtype)
+    cache[pages, 1, offsets] = v.to(cache.dtype)
+
+
+def write_mla(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """latent view [T, R] and k_rope view [T, P] into cache [pages, page_size, R + P] at slot_mapping int64 [T]."""
+    page_size = cache.shape[1]
+    cache[slot_mapping // page_size, slot_mapping % page_size] = torch.cat((latent, k_rope), dim=-1).to(cache.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows of one step whose attention is computed together: B rows of L query tokens over at most S cache entries."""
+
+    tokens: Tensor
+    """int64 [B, L]: the rows' indices among the step's tokens."""
+    pages: Tensor
+    """int64 [B, S]: the page of each cache entry."""
+    offsets: Tensor
+    """int64 [S]: its place in the page."""
+    readable: Tensor
+    """bool [B, S]: entries that hold a token of the row."""
+    visible: Tensor
+    """bool [B, L, S]: entries that each query may see."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The same for every layer, so it is made once a step."""
+
+    groups: tuple[RowGroup, ...]
+
+
+def plan_attention(metadata: AttentionMetadata, shape: AttentionShape) -> AttentionPlan:
+    """Single-token rows in groups of like length (within a factor of two), each longer row alone; empty rows nowhere."""
+    del shape
+    starts = [0]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, (length, seq_len) in enumerate(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)):
+        starts.append(starts[-1] + length)
+        if length == 1:
+            groups.setdefault((-1, seq_len.bit_length()), []).append(row)
+        elif length > 1:
+            groups[row, 0] = [row]
+    return AttentionPlan(tuple(_group(rows, starts, metadata) for rows in groups.values()))
+
+
+def _group(rows: list[int], starts: list[int], metadata: AttentionMetadata) -> RowGroup:
+    device = metadata.page_table.device
+    length = metadata.query_lens_host[rows[0]]
+    seq_lens = torch.tensor([metadata.seq_lens_host[row] for row in rows], device=device)
+    positions = torch.arange(max(metadata.seq_lens_host[row] for row in rows), device=device)
+    queries = torch.arange(length, device=device)
+    tokens = torch.tensor([starts[row] for row in rows], device=device).unsqueeze(1) + queries
+    query_positions = (seq_lens - length).unsqueeze(1) + queries
+    table = metadata.page_table[torch.tensor(rows, device=device)].long()
+    return RowGroup(
+        tokens=tokens,
+        pages=table[:, positions // metadata.page_size],
+        offsets=positions % metadata.page_size,
+        readable=positions < seq_lens.unsqueeze(1),
+        visible=positions <= query_positions.unsqueeze(-1),
+    )
+
+
+def gqa_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
+    """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
+    del metadata
+    out = torch.zeros_like(q)
+    for group in plan.groups:
+        entries = cache[group.pages, :, group.offsets]
+        keys, values = _readable(entries, group).unbind(2)
+        # Query heads h * G .. h * G + G - 1 share key-value head h.
+        queries = q[group.tokens].float().unflatten(2, (shape.num_kv_heads, -1))
+        scores = torch.einsum("blhgd,bshd->bhgls", queries, keys) * shape.scale
+        result = torch.einsum("bhgls,bshd->blhgd", _probabilities(scores, group), values)
+        out[group.tokens] = result.flatten(2, 3).to(q.dtype)
+    return out
+
+
+def mla_attention(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: AttentionPlan
+) -> Tensor:
+    """q_latent [T, Hq, R] and q_rope [T, Hq, P] over cache [pages, page_size, R + P], causal: the mean latent [T, Hq, R]."""
+    del metadata
+    out = torch.zeros_like(q_latent)
+    for group in plan.groups:
+        entries = _readable(cache[group.pages, group.offsets], group)
+        queries = torch.cat((q_latent[group.tokens], q_rope[group.tokens]), dim=-1).float()
+        scores = torch.einsum("blhd,bsd->bhls", queries, entries) * shape.scale
+        probabilities = _probabilities(scores.unsqueeze(2), group).squeeze(2)
+        result = torch.einsum("bhls,bsr->blhr", probabilities, entries[..., : shape.head_dim])
+        out[group.tokens] = result.to(q_latent.dtype)
+    return out
+
+
+def _readable(entries: Tensor, group: RowGroup) -> Tensor:
+    """Cache entries [B, S, ...] in fp32, zero where the row has none: what lies there may be NaN, and 0 * NaN is NaN."""
+    mask = group.readable.view(*group.readable.shape, *(1,) * (entries.dim() - 2))
+    return entries.float().masked_fill(~mask, 0.0)
+
+
+def _probabilities(scores: Tensor, group: RowGroup) -> Tensor:
+    """Softmax of scores [B, Hkv, G, L, S] over the visible entries."""
+    return scores.masked_fill(~group.visible[:, None, None], float("-inf")).softmax(-1)
+
+
+def cpu() -> Kernels:
+    """The `cpu` stack."""
+    return Kernels(
+        name="cpu",
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary=rotary,
+        silu_and_mul=silu_and_mul,
+        linear=linear,
+        route=route,
+        experts_flat=experts_flat,
+        experts_masked=experts_masked,
+        write_gqa=write_gqa,
+        write_mla=write_mla,
+        plan_attention=plan_attention,
+        gqa_attention=gqa_attention,
+        mla_attention=mla_attention,
+    )
