@@ -1,24 +1,40 @@
 # The one place that pins the CPU set-up. `make serve` and `make test` need nothing but git, make and Python 3.11 or newer.
-PYTHON ?= python3
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(name) $(NEW_ENOUGH) 2>/dev/null && echo $(name))))
 VENV ?= .venv
-TORCH_CPU ?= torch==2.13.0
+# The CPU build of torch is small; the plain name brings gigabytes of CUDA. It is taken from wherever pip is set up to look,
+# else from its own index, else the plain build does as well. A GPU machine says: make setup TORCH=torch TORCH_INDEX=
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 BIN := $(VENV)/bin
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test lint setup
 serve: setup
-	$(BIN)/minserve launch
+	$(BIN)/minserve launch $(FLAGS)
 
 test: setup
 	$(BIN)/python -m pytest
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH_CPU)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $@
+	@test -n "$(PYTHON)" || { echo "minserve needs Python 3.11 or newer; none of python3, python3.11 ... python3.14 is that. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { echo "minserve needs Python 3.11 or newer, and $(PYTHON) is older (or missing). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version): a few minutes, once" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(PIP) install "$(TORCH)+cpu" 2>/dev/null || \
+	  $(PIP) install --retries 1 --timeout 15 --index-url "$(TORCH_INDEX)" "$(TORCH)" || \
+	  $(PIP) install "$(TORCH)"; \
+	else $(PIP) install "$(TORCH)"; fi
+	@$(PIP) install --editable ".[dev]"
+	@touch $@

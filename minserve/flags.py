@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import tomllib
 import types
@@ -273,10 +274,15 @@ def _convert(written: str, field: str, value: Any) -> Any:
 
 def _type_of(field: str) -> Any:
     """The field's type without `None`: nobody spells None, they leave the flag out."""
-    hint = typing.get_type_hints(Config)[field]
+    hint = _hints()[field]
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     return hint
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
 
 
 def _describe(expected: Any) -> str:
