@@ -1,0 +1,239 @@
+"""Opens a checkpoint directory and proves it whole before a byte of weights is read. Knows files and names, no model.
+
+The index is the authority: what it names must be there, exactly once and exactly as long as promised; what it does not name is
+left alone with a note. Names become canonical here: wrapper prefixes are stripped, parts for other modalities set aside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from minserve.errors import CheckpointError
+from minserve.models.formats import Formats, config_disagreements, formats_from_tensors
+from minserve.models.safetensors_header import StoredTensor, parse_strict_json, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_JSON_BYTES = 256 << 20
+
+_HEADER_THREADS = 8
+_MAX_NAMED = 10
+
+_WRAPPER_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+)
+"""First match wins. The last is for checkpoints that say `language_model.layers.`."""
+
+OTHER_MODALITIES = (
+    "vision_tower.", "vision_model.", "visual.", "mm_projector.", "multi_modal_projector.", "model.visual.",
+    "model.vision_tower.", "model.vision_model.", "model.mm_projector.", "model.multi_modal_projector.",
+)  # fmt: skip
+"""Canonical prefixes of tensors that a text server has no use for."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A proven checkpoint: every tensor below lies whole in its file."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+    """By canonical name."""
+    set_aside: Mapping[str, tuple[StoredTensor, ...]]
+    """Reason to tensors that no text model wants."""
+    formats: Formats
+    notes: tuple[str, ...]
+    """What a person should know and the load survives."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Reads index and headers. CheckpointError names the file, the tensor and the bytes of any gap."""
+    if not model_dir.is_dir():
+        raise CheckpointError(f"{model_dir} is not a directory")
+    index = _read_index(model_dir / INDEX_NAME) if os.path.lexists(model_dir / INDEX_NAME) else None
+    files = _indexed_files(model_dir, index)
+    notes = _stray_notes(model_dir, files, SINGLE_NAME if index is None else INDEX_NAME)
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        headers = dict(zip(files, pool.map(read_header, files), strict=True))
+    if index is None:
+        stored = [tensor for header in headers.values() for tensor in header]
+    else:
+        stored, more = _prove_index(model_dir, index, headers)
+        notes += more
+    tensors, set_aside = _canonical_tensors(stored)
+    if not tensors:
+        raise CheckpointError(f"{model_dir}: the checkpoint holds no tensor of a text model")
+    formats = formats_from_tensors(tensors)
+    notes += config_disagreements(tensors, formats, read_quantization_config(model_dir), canonical_name)
+    return Checkpoint(model_dir, tensors, set_aside, formats, tuple(notes))
+
+
+def canonical_name(name: str) -> str:
+    """The name without a multimodal wrapper's prefix; whole path segments only. Works for module names too."""
+    for prefix, replacement in _WRAPPER_PREFIXES:
+        if f"{name}.".startswith(prefix):
+            return (replacement + f"{name}."[len(prefix) :]).removesuffix(".")
+    return name
+
+
+def read_quantization_config(model_dir: Path) -> Mapping[str, Any] | None:
+    """The quantisation section, wherever releases keep it: config.json, its text_config, or hf_quant_config.json."""
+    config = _read_config(model_dir / "config.json")
+    text_config = config.get("text_config")
+    for section in (config, text_config if isinstance(text_config, dict) else {}):
+        found = section.get("quantization_config")
+        if isinstance(found, dict):
+            return found
+    found = _read_config(model_dir / "hf_quant_config.json").get("quantization")
+    return found if isinstance(found, dict) else None
+
+
+def named(items: Iterable[object]) -> str:
+    """Up to ten of them for an error message, and how many more there are."""
+    texts = [str(item) for item in items]
+    more = len(texts) - _MAX_NAMED
+    return "; ".join(texts[:_MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Empty when there is none. Not strict: published configs hold what strict JSON does not allow, such as Infinity."""
+    config = _read_json(path, json.loads) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: an object is expected, not {type(config).__name__}")
+    return config
+
+
+def _read_json(path: Path, decode: Callable[[bytes], Any]) -> Any:
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size:,} bytes are too many for a JSON file of a checkpoint")
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_why_unreadable(path, error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid: {error}") from None
+
+
+def _read_index(path: Path) -> _Index:
+    index: _Index = _read_json(path, lambda body: parse_strict_json(body, msgspec.json.Decoder(_Index).decode))
+    if not index.weight_map:
+        raise CheckpointError(f"{path}: weight_map is empty")
+    for name, file in index.weight_map.items():
+        parts = PurePosixPath(file)
+        if not file.endswith(".safetensors") or parts.is_absolute() or ".." in parts.parts or not file.isprintable():
+            raise CheckpointError(
+                f"{path}: {name!r:.200} is said to be in {file!r:.200}, which is not a safetensors file beside the index"
+            )
+    return index
+
+
+def _indexed_files(model_dir: Path, index: _Index | None) -> list[Path]:
+    """The weight files, all of them there."""
+    if index is None:
+        single = model_dir / SINGLE_NAME
+        if not os.path.lexists(single):
+            raise CheckpointError(_nothing_to_load(model_dir))
+        files = [single]
+    else:
+        files = [model_dir / name for name in sorted(set(index.weight_map.values()))]
+    absent = []
+    for file in files:
+        try:
+            file.stat()
+        except OSError as error:
+            absent.append(f"{file.name} {_why_unreadable(file, error)}")
+    if absent:
+        by_whom = INDEX_NAME if index else "the checkpoint"
+        raise CheckpointError(
+            f"{model_dir}: {len(absent)} of {len(files)} files that {by_whom} names cannot be read: {named(absent)}"
+        )
+    return files
+
+
+def _why_unreadable(path: Path, error: OSError) -> str:
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"is a dangling link to {os.readlink(path)} (an incomplete download?)"
+    return "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+
+
+def _nothing_to_load(model_dir: Path) -> str:
+    shards = sorted(file.name for file in model_dir.glob("*.safetensors"))
+    if shards:
+        return f"{model_dir}: neither {INDEX_NAME} nor {SINGLE_NAME} says which of these are the model: {named(shards)}"
+    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(model_dir.glob(pattern))]
+    kind = f"; only safetensors can be loaded, not {named(pickles)}" if pickles else ""
+    return f"{model_dir}: no {SINGLE_NAME} and no {INDEX_NAME}{kind}"
+
+
+def _stray_notes(model_dir: Path, files: list[Path], authority: str) -> list[str]:
+    strays = sorted({file.name for file in model_dir.glob("*.safetensors")} - {file.name for file in files})
+    return [f"ignored, since {authority} is the whole model: {named(strays)}"] if strays else []
+
+
+def _prove_index(
+    model_dir: Path, index: _Index, headers: Mapping[Path, list[StoredTensor]]
+) -> tuple[list[StoredTensor], list[str]]:
+    """The tensors that the index names, each from its file, and notes."""
+    holders: dict[str, list[StoredTensor]] = {}
+    for header in headers.values():
+        for tensor in header:
+            holders.setdefault(tensor.name, []).append(tensor)
+    twice = [f"{name} in {named(t.file.name for t in found)}" for name, found in holders.items() if len(found) > 1]
+    if twice:
+        raise CheckpointError(f"{model_dir}: tensors that are in more than one indexed file: {named(twice)}")
+    gaps = []
+    for name, file in index.weight_map.items():
+        found = holders.get(name)
+        if not found:
+            gaps.append(f"{name:.200} is not in {file}")
+        elif found[0].file != model_dir / file:
+            gaps.append(f"{name} is not in {file} but in {found[0].file.name}")
+    if gaps:
+        raise CheckpointError(f"{model_dir / INDEX_NAME} disagrees with the files: {named(gaps)}")
+    notes = []
+    unlisted = [name for name in holders if name not in index.weight_map]
+    if unlisted:
+        notes.append(f"ignored, since {INDEX_NAME} does not list them: {named(unlisted)}")
+    stored = [holders[name][0] for name in index.weight_map]
+    actual, promised = sum(tensor.num_bytes for tensor in stored), (index.metadata or {}).get("total_size")
+    if promised is not None and promised != actual:
+        notes.append(f"{INDEX_NAME} says total_size {promised!s:.40}, its tensors have {actual:,} bytes")
+    return stored, notes
+
+
+def _canonical_tensors(stored: Iterable[StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, tuple[StoredTensor, ...]]]:
+    tensors: dict[str, StoredTensor] = {}
+    other: list[StoredTensor] = []
+    for tensor in stored:
+        name = canonical_name(tensor.name)
+        if name.startswith(OTHER_MODALITIES):
+            other.append(tensor)
+        elif name in tensors:
+            raise CheckpointError(f"{tensors[name]} and {tensor} are both {name}")
+        else:
+            tensors[name] = tensor
+    return tensors, {"not for text (vision)": tuple(other)} if other else {}

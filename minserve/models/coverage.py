@@ -1,0 +1,108 @@
+"""Proves that a set of views writes every byte of a model's state exactly once. Knows storages and strides, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from minserve.errors import CheckpointError
+from minserve.models.destinations import Destination
+
+_Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
+_NamedViews = list[tuple[str, Tensor]]
+
+
+def prove_coverage(state: Mapping[str, Tensor], destinations: Sequence[Destination]) -> int:
+    """Bytes of `state` (parameters and persistent buffers; tied ones count once), after proving that `destinations` write
+    each of them exactly once.
+
+    CheckpointError names the parameter that is left out, or the two tensors that would be written to one place.
+    """
+    wanted = _by_storage(state.items())
+    written = _by_storage((destination.name, destination.target) for destination in destinations)
+    for address, views in written.items():
+        if address not in wanted:
+            raise CheckpointError(f"{views[0][0]} would be written to memory that is no parameter of the model")
+    return sum(_prove_storage(parameters, written.get(address, [])) for address, parameters in wanted.items())
+
+
+def _by_storage(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, _NamedViews]:
+    found: dict[int, _NamedViews] = {}
+    for name, tensor in tensors:
+        if tensor.numel():
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    return found
+
+
+def _prove_storage(parameters: _NamedViews, views: _NamedViews) -> int:
+    begin, end, writer = _ranges(views)
+    overlap = np.flatnonzero(begin[1:] < end[:-1])
+    if overlap.size:
+        first, second = (views[writer[overlap[0] + i]][0] for i in (0, 1))
+        raise CheckpointError(f"{first} and {second} would be written to the same place")
+    written = _merge(begin, end)
+    begin, end, _ = _ranges(parameters)
+    wanted = _merge(begin, end)
+    if not np.array_equal(written, wanted):
+        raise CheckpointError(_first_difference(parameters, views, wanted, written))
+    return int((wanted[1] - wanted[0]).sum())
+
+
+def _first_difference(parameters: _NamedViews, views: _NamedViews, wanted: _Bytes, written: _Bytes) -> str:
+    for name, parameter in parameters:
+        begin, end, _ = _ranges([(name, parameter)])
+        missing = int((end - begin).sum()) - _common_bytes(begin, end, written)
+        if missing:
+            total = parameter.numel() * parameter.element_size()
+            return f"{name}: {missing:,} of {total:,} bytes are written by no tensor of the checkpoint"
+    for name, view in views:
+        begin, end, _ = _ranges([(name, view)])
+        surplus = int((end - begin).sum()) - _common_bytes(begin, end, wanted)
+        if surplus:
+            return f"{name} would write {surplus:,} bytes outside of the model's parameters"
+    raise AssertionError("the ranges differ")
+
+
+def _common_bytes(begin: _Bytes, end: _Bytes, other: _Bytes) -> int:
+    """Bytes that ranges share with merged ranges [2, n]."""
+    return sum(
+        int(np.clip(np.minimum(high, other[1]) - np.maximum(low, other[0]), 0, None).sum())
+        for low, high in zip(begin, end, strict=True)
+    )
+
+
+def _merge(begin: _Bytes, end: _Bytes) -> _Bytes:
+    """[2, n]: begins and ends of the union of ranges sorted by begin; touching ranges become one."""
+    if not begin.size:
+        return np.zeros((2, 0), np.int64)
+    reach = np.maximum.accumulate(end)
+    starts = np.concatenate([[True], begin[1:] > reach[:-1]])
+    return np.stack([begin[starts], reach[np.concatenate([starts[1:], [True]])]])
+
+
+def _ranges(views: _NamedViews) -> tuple[_Bytes, _Bytes, _Bytes]:
+    """(begins, ends, index into views) of all contiguous byte runs, by rising begin."""
+    runs = [_runs(name, view) for name, view in views]
+    begin = np.concatenate([np.zeros(0, np.int64), *(begins for begins, _ in runs)])
+    counts = [begins.size for begins, _ in runs]
+    length = np.repeat(np.array([length for _, length in runs], np.int64), counts)
+    owner = np.repeat(np.arange(len(runs)), counts)
+    order = np.argsort(begin, kind="stable")
+    return begin[order], (begin + length)[order], owner[order]
+
+
+def _runs(name: str, view: Tensor) -> tuple[_Bytes, int]:
+    """(begins, length) in bytes of a strided view's contiguous runs, whatever the order of its dimensions."""
+    dimensions = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1)
+    run = 1
+    while dimensions and dimensions[0][0] == run:
+        run *= dimensions.pop(0)[1]
+    begins, reach = np.array([view.storage_offset()], np.int64), run
+    for stride, size in dimensions:
+        if stride < reach:
+            raise CheckpointError(f"{name}: its destination visits the same memory more than once")
+        reach += stride * (size - 1)
+        begins = (begins[:, None] + stride * np.arange(size, dtype=np.int64)).reshape(-1)
+    return begins * view.element_size(), run * view.element_size()

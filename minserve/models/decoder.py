@@ -1,0 +1,121 @@
+"""The decoder that all architectures share: embedding, pre-norm layers on a residual stream, final norm, head.
+
+Knows no architecture: attention and feed-forward come from the architecture's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from minserve.kernels.interface import AttentionShape
+from minserve.models.build_context import BuildContext
+from minserve.models.config_types import ModelConfig
+from minserve.models.destinations import Destination
+from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.embedding import HEAD, Embedding, LMHead
+from minserve.models.layers.mla import MultiHeadLatentAttention
+from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.norm import RMSNorm
+from minserve.models.layers.rotary import Rotary
+from minserve.models.layers.streams import Lanes, SharedExpertPolicy, StreamPlan, plan_streams
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then experts or a dense MLP; each reads the norm of the residual stream and adds to it."""
+
+    def __init__(self, prefix: str, config: ModelConfig, attention: nn.Module, mlp: nn.Module, build: BuildContext) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps, build)
+        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, build)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext, plan: StreamPlan
+    ) -> tuple[Tensor, Tensor]:
+        """(what this layer's second half adds, the stream without it): the next norm sums them, so that one kernel does both."""
+        if residual is None:
+            normed, residual = self.input_norm(hidden), hidden
+        else:
+            normed, residual = self.input_norm.add(hidden, residual)
+        attended = self.attention(normed, positions, ctx)
+        normed, residual = self.post_norm.add(attended, residual)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(normed, ctx, plan), residual
+        return self.mlp(normed), residual
+
+
+LayerParts = Callable[[int, Rotary], tuple[nn.Module, nn.Module]]
+"""(layer index, the model's rotary table) -> that layer's attention and feed-forward."""
+
+
+class Decoder(nn.Module):
+    """A `Model`. `shared_expert` and `lanes` say how captured steps may run the shared expert; eager ones are serial."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention_shape: AttentionShape,
+        layer_parts: LayerParts,
+        build: BuildContext,
+        *,
+        shared_expert: SharedExpertPolicy = "serial",
+        lanes: Lanes | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_shape = attention_shape
+        self.shared_expert: SharedExpertPolicy = shared_expert
+        self.lanes = lanes
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, build)
+        rotary = Rotary(config.rope, config.max_position_embeddings, build)
+        self.layers = nn.ModuleList(
+            DecoderLayer(f"model.layers.{index}", config, *layer_parts(index, rotary), build)
+            for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, build)
+        self.head = LMHead(self.embedding, build, tied=config.tie_word_embeddings)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        plan = plan_streams(self.shared_expert, self.lanes, ctx.flags, token_ids.shape[0])
+        hidden: Tensor = self.embedding(token_ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, ctx, plan)
+        assert residual is not None
+        normed: Tensor = self.norm.add(hidden, residual)[0]
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def destinations(self) -> Iterator[Destination]:
+        for module in self.modules():
+            declare = getattr(module, "destinations", None)
+            if declare is not None and module is not self:
+                yield from declare()
+
+    def ignored(self, name: str) -> str | None:
+        if name.endswith(".rotary_emb.inv_freq"):
+            return "rotary frequencies are computed from the config"
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and int(layer[1]) >= self.config.num_layers and self.config.num_nextn_predict_layers > 0:
+            return "a multi-token prediction layer, which is not used"
+        if name == HEAD and self.config.tie_word_embeddings:
+            return "the head is tied to the embedding"
+        if name.startswith(("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.", "model.visual.")):
+            return "part of the vision model, which is not used"
+        return None
+
+    def finish_load(self) -> None:
+        for module in self.modules():
+            if isinstance(module, MultiHeadLatentAttention):
+                module.finish_load()

@@ -1,0 +1,48 @@
+"""Grouped-query attention over the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minserve.kernels.interface import AttentionShape
+from minserve.models.build_context import BuildContext
+from minserve.models.config_types import GqaConfig
+from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.linear import Linear, Part
+from minserve.models.layers.norm import RMSNorm
+from minserve.models.layers.rotary import Rotary
+
+
+def gqa_shape(config: GqaConfig) -> AttentionShape:
+    return AttentionShape("gqa", config.num_heads, config.num_kv_heads, config.head_dim, 0, config.scale)
+
+
+class GroupedQueryAttention(nn.Module):
+    """[T, H] -> [T, H]; writes the step's keys and values to the layer's cache first."""
+
+    def __init__(
+        self, prefix: str, layer: int, config: GqaConfig, hidden_size: int, norm_eps: float, rotary: Rotary, build: BuildContext
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.config = config
+        self.shape = gqa_shape(config)
+        self.kernels = build.kernels
+        self.rotary = rotary
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [Part(f"{prefix}.q_proj", q_rows), Part(f"{prefix}.k_proj", kv_rows), Part(f"{prefix}.v_proj", kv_rows)]
+        self.qkv = Linear(parts, hidden_size, build, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", config.head_dim, norm_eps, build) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", config.head_dim, norm_eps, build) if config.qk_norm else None
+        self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], q_rows, build, bias=config.output_bias)
+
+    def forward(self, hidden: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv.split(self.qkv(hidden)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, k, positions)
+        cache = ctx.kv_cache[self.layer]
+        self.kernels.write_gqa(k, v, cache, ctx.attention.slot_mapping)
+        result = self.kernels.gqa_attention(q, cache, ctx.attention, self.shape, ctx.attention_plan)
+        output: Tensor = self.output(result.flatten(1))
+        return output

@@ -1,0 +1,98 @@
+"""Linear layers: several checkpoint matrices stacked into one product. Knows where each one's rows and scales go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minserve.kernels.interface import LinearWeight
+from minserve.models.build_context import BuildContext
+from minserve.models.destinations import Destination
+
+FP8_BLOCK = 128
+
+
+def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Memory for a weight that the loader fills; inference only."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def blocks(size: int) -> int:
+    """FP8 blocks that cover `size` rows or columns."""
+    return -(-size // FP8_BLOCK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint matrix: its module's name (`model.layers.0.self_attn.q_proj`) and its rows."""
+
+    name: str
+    rows: int
+
+    @property
+    def weight(self) -> str:
+        return f"{self.name}.weight"
+
+    @property
+    def scale(self) -> str:
+        return f"{self.name}.weight_scale_inv"
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> [..., sum of the parts' rows], the parts side by side in their order.
+
+    The weight stays FP8 when all parts are FP8 and none but the last ends inside a block; otherwise, or with `widen`, it is
+    plain in memory.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], in_features: int, build: BuildContext, *, bias: bool = False, widen: bool = False
+    ) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.kernels = build.kernels
+        self.formats = build.formats
+        rows = sum(part.rows for part in self.parts)
+        aligned = all(part.rows % FP8_BLOCK == 0 for part in self.parts[:-1])
+        keep = aligned and not widen and build.keeps_fp8([part.weight for part in self.parts])
+        self.weight = parameter((rows, in_features), torch.float8_e4m3fn if keep else build.dtype, build.device)
+        self.scale = parameter((blocks(rows), blocks(in_features)), torch.float32, build.device) if keep else None
+        self.bias = parameter((rows,), build.dtype, build.device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, LinearWeight(self.weight, self.scale), self.bias)
+
+    def split(self, output: Tensor) -> tuple[Tensor, ...]:
+        """The parts' own columns of an output, as views."""
+        return torch.split(output, [part.rows for part in self.parts], dim=-1)
+
+    def destinations(self) -> Iterator[Destination]:
+        start = 0
+        for part in self.parts:
+            end = start + part.rows
+            quantised = self.formats.of(part.weight) == "fp8_block"
+            widen = part.scale if quantised and self.scale is None else None
+            yield Destination(part.weight, self.weight[start:end], widen)
+            if self.scale is not None:
+                yield Destination(part.scale, self.scale[start // FP8_BLOCK : blocks(end)])
+            if self.bias is not None:
+                yield Destination(f"{part.name}.bias", self.bias[start:end])
+            start = end
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): [T, H] -> [T, H]."""
+
+    def __init__(self, prefix: str, hidden_size: int, intermediate_size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.kernels = build.kernels
+        gate, up = Part(f"{prefix}.gate_proj", intermediate_size), Part(f"{prefix}.up_proj", intermediate_size)
+        self.gate_up = Linear([gate, up], hidden_size, build)
+        self.down = Linear([Part(f"{prefix}.down_proj", hidden_size)], intermediate_size, build)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+        return output

@@ -1,0 +1,77 @@
+"""Multi-head latent attention in absorbed form: the cache holds one latent a token, heads meet it in latent space.
+
+Prefill and decode run the same products: q_nope W_UK gives queries against the latent, and W_UV widens the mean latent.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minserve.kernels.interface import AttentionShape
+from minserve.models.build_context import BuildContext
+from minserve.models.config_types import MlaConfig
+from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.linear import Linear, Part
+from minserve.models.layers.norm import RMSNorm
+from minserve.models.layers.rotary import Rotary
+
+
+def mla_shape(config: MlaConfig) -> AttentionShape:
+    return AttentionShape("mla", config.num_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim, config.scale)
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """[T, H] -> [T, H]. A cache entry is the normed latent [kv_lora_rank], then the turned key part [qk_rope_head_dim]."""
+
+    w_uk: Tensor
+    """[heads, qk_nope_head_dim, kv_lora_rank], a view of kv_b"""
+    w_uv: Tensor
+    """[heads, kv_lora_rank, v_head_dim], a view of kv_b"""
+
+    def __init__(
+        self, prefix: str, layer: int, config: MlaConfig, hidden_size: int, norm_eps: float, rotary: Rotary, build: BuildContext
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.config = config
+        self.shape = mla_shape(config)
+        self.kernels = build.kernels
+        self.rotary = rotary
+        q_rows = config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        kv_a = Part(f"{prefix}.kv_a_proj_with_mqa", config.kv_lora_rank + config.qk_rope_head_dim)
+        if config.q_lora_rank is None:
+            # The query projection and the latent's read the same input: one product.
+            self.down = Linear([Part(f"{prefix}.q_proj", q_rows), kv_a], hidden_size, build)
+            self.q_a_norm = self.q_b = None
+        else:
+            self.down = Linear([Part(f"{prefix}.q_a_proj", config.q_lora_rank), kv_a], hidden_size, build)
+            self.q_a_norm = RMSNorm(f"{prefix}.q_a_layernorm", config.q_lora_rank, norm_eps, build)
+            self.q_b = Linear([Part(f"{prefix}.q_b_proj", q_rows)], config.q_lora_rank, build)
+        self.kv_a_norm = RMSNorm(f"{prefix}.kv_a_layernorm", config.kv_lora_rank, norm_eps, build)
+        kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        # Its slices are batched by head, which block scales do not allow: plain in memory whatever the checkpoint has.
+        self.kv_b = Linear([Part(f"{prefix}.kv_b_proj", kv_rows)], config.kv_lora_rank, build, widen=True)
+        self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], config.num_heads * config.v_head_dim, build)
+
+    def finish_load(self) -> None:
+        """Cuts the absorbed matrices out of kv_b; no copy, so that they follow its storage."""
+        per_head = self.kv_b.weight.unflatten(0, (self.config.num_heads, -1))
+        self.w_uk = per_head[:, : self.config.qk_nope_head_dim]
+        self.w_uv = per_head[:, self.config.qk_nope_head_dim :].transpose(1, 2)
+
+    def forward(self, hidden: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        config = self.config
+        q, kv = self.down.split(self.down(hidden))
+        if self.q_a_norm is not None and self.q_b is not None:
+            q = self.q_b(self.q_a_norm(q))
+        q_nope, q_rope = q.unflatten(-1, (config.num_heads, -1)).split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        latent, k_rope = kv.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q_rope, k_turned = self.rotary(q_rope, k_rope.unsqueeze(1), positions)
+        cache = ctx.kv_cache[self.layer]
+        self.kernels.write_mla(self.kv_a_norm(latent), k_turned.squeeze(1), cache, ctx.attention.slot_mapping)
+        q_latent = (q_nope.transpose(0, 1) @ self.w_uk).transpose(0, 1).contiguous()
+        mean_latent = self.kernels.mla_attention(q_latent, q_rope, cache, ctx.attention, self.shape, ctx.attention_plan)
+        values = (mean_latent.transpose(0, 1) @ self.w_uv).transpose(0, 1)
+        output: Tensor = self.output(values.flatten(1))
+        return output

@@ -1,0 +1,58 @@
+"""The one Mixture-of-Experts body: eager, captured, serial and overlapped steps all run it.
+
+Knows neither where experts live (the dispatcher does) nor how streams are ordered (streams.py does).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minserve.models.build_context import BuildContext
+from minserve.models.config_types import MoeConfig
+from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.experts import Experts
+from minserve.models.layers.linear import GatedMLP, Linear, Part
+from minserve.models.layers.router import Router
+from minserve.models.layers.streams import StreamPlan, side_by_side
+
+
+class SigmoidGatedMLP(nn.Module):
+    """sigmoid(gate(x)) * mlp(x): a shared expert that each token can turn down. The gate is part of the side block."""
+
+    def __init__(self, prefix: str, hidden_size: int, intermediate_size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(prefix, hidden_size, intermediate_size, build)
+        self.gate = Linear([Part(f"{prefix}_gate", 1)], hidden_size, build)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.gate(x).sigmoid() * self.mlp(x)
+        return gated
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts plus, where the model has one, the shared expert, which is added unscaled: [T, H] -> [T, H]."""
+
+    def __init__(self, prefix: str, shared: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.dispatcher = build.dispatcher
+        self.router = Router(f"{prefix}.gate", hidden_size, config, build)
+        self.experts = Experts(f"{prefix}.experts", hidden_size, config, build)
+        self.shared: nn.Module | None = None
+        if config.shared_intermediate_size:
+            kind = SigmoidGatedMLP if config.shared_gated else GatedMLP
+            self.shared = kind(f"{prefix}.{shared}", hidden_size, config.shared_intermediate_size, build)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext, plan: StreamPlan) -> Tensor:
+        """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not."""
+        if self.shared is None or hidden.shape[0] == 0:
+            return self._routed(hidden, ctx)
+        shared = self.shared
+        routed_output, shared_output = side_by_side(lambda: self._routed(hidden, ctx), lambda: shared(hidden), plan)
+        total: Tensor = routed_output + shared_output
+        return total
+
+    def _routed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        expert_ids, weights = self.router(hidden, ctx.num_tokens)
+        slot_ids = self.experts.slots_of(expert_ids)
+        dispatched = self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens)
+        return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)

@@ -1,0 +1,32 @@
+"""Root-mean-square norm, with and without the residual sum before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from minserve.models.build_context import BuildContext
+from minserve.models.destinations import Destination
+from minserve.models.layers.linear import parameter
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a learned weight: [..., size] -> [..., size]."""
+
+    def __init__(self, name: str, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.kernels = build.kernels
+        self.weight = parameter((size,), build.dtype, build.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), both new."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def destinations(self) -> Iterator[Destination]:
+        yield Destination(f"{self.name}.weight", self.weight)

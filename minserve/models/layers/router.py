@@ -1,0 +1,40 @@
+"""Chooses each token's experts. Knows logits and masks; how logits become a choice is the `route` kernel's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from minserve.kernels.interface import LinearWeight
+from minserve.models.build_context import BuildContext
+from minserve.models.config_types import MoeConfig
+from minserve.models.destinations import Destination
+from minserve.models.layers.linear import parameter
+
+
+class Router(nn.Module):
+    """[T, H] -> (expert ids int32 [T, k], weights fp32 [T, k]). All in fp32: a bias rounded to bf16 changes choices."""
+
+    def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.config = config.router
+        self.kernels = build.kernels
+        self.weight = parameter((config.num_experts, hidden_size), torch.float32, build.device)
+        self.correction_bias = parameter((config.num_experts,), torch.float32, build.device) if config.correction_bias else None
+
+    def forward(self, hidden: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows at and beyond num_tokens (int32 [1] on the device; None: all rows are real) get id -1 and weight 0."""
+        logits = self.kernels.linear(hidden.float(), LinearWeight(self.weight), None)
+        ids, weights = self.kernels.route(logits, self.correction_bias, self.config)
+        if num_tokens is None:
+            return ids, weights
+        padded = (torch.arange(hidden.shape[0], device=hidden.device) >= num_tokens).unsqueeze(1)
+        return ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+
+    def destinations(self) -> Iterator[Destination]:
+        yield Destination(f"{self.prefix}.weight", self.weight)
+        if self.correction_bias is not None:
+            yield Destination(f"{self.prefix}.e_score_correction_bias", self.correction_bias)

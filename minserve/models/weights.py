@@ -1,0 +1,224 @@
+"""Fills a model from a checkpoint and proves that it did, or fills it with random values. Knows no architecture.
+
+The model says where tensors go (`destinations`) and which it does not want (`ignored`); the checkpoint is proven before
+(checkpoint.py); bytes are moved by weight_reader.py. What comes later has its place already:
+- formats: a rule in formats.py, a widening function in weight_reader.py, companions named by the `Destination`;
+- ranks: destinations for the local experts alone, other ranks' experts among `ignored`, row ranges of stacked tensors as pieces;
+- GPU: pinned staging with an event a buffer inside `WeightReader`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minserve.errors import CheckpointError
+from minserve.models.checkpoint import Checkpoint, named, open_checkpoint
+from minserve.models.coverage import prove_coverage
+from minserve.models.destinations import Destination
+from minserve.models.formats import SCALE_SUFFIX, Formats, formats_from_config, scale_name
+from minserve.models.layers.embedding import EMBEDDING, HEAD
+from minserve.models.load_report import LoadReport, Skipped
+from minserve.models.safetensors_header import StoredTensor
+from minserve.models.weight_reader import PIECE_BYTES, TORCH_DTYPES, Transfer, WeightReader
+
+__all__ = ["Checkpoint", "Formats", "LoadReport", "dummy_weights", "formats_from_config", "load_weights", "open_checkpoint"]
+
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+_DUMMY_STD = 0.02
+_DUMMY_FP8_STD = 64.0
+"""Spread of random FP8 values before their scale: well inside e4m3's normal range of 2**-6 to 448."""
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model."""
+
+    def destinations(self) -> Iterable[Destination]:
+        """Every checkpoint tensor that the model wants and where it goes; one tensor may have several places."""
+        ...
+
+    def ignored(self, name: str) -> str | None:
+        """Why a checkpoint tensor without a destination may be left on disk, or None: then it is an error."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Parameters and persistent buffers: all that must be written. What `finish_load` derives is not among them."""
+        ...
+
+
+def load_weights(
+    model: LoadableModel,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[int, int], None] | None = None,
+    threads: int | None = None,
+) -> LoadReport:
+    """Reads every tensor that the model wants into its place, casting to the parameter's type.
+
+    Before the first byte is read it is proven that each destination has its tensor, of the same shape and of a type that fits;
+    that each tensor has a destination or a reason to be skipped; and that each byte of each parameter is written exactly once.
+    `on_progress(bytes so far, bytes in all)`. CheckpointError names what is wrong.
+    """
+    started = time.monotonic()
+    destinations = list(model.destinations())
+    transfers, skipped = _plan(model, checkpoint, destinations)
+    bytes_written = prove_coverage(model.state_dict(), destinations)
+
+    sources = {t.name: t for transfer in transfers for t in (transfer.tensor, transfer.scale) if t is not None}
+    total = sum(t.tensor.num_bytes + (t.scale.num_bytes if t.scale else 0) for t in transfers)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(done, total)
+
+    notes = list(checkpoint.notes)
+    with torch.inference_mode(), WeightReader(checkpoint.files, threads) as reader:
+        reader.run(transfers, advance)
+        notes += _compare_tied_head(destinations, checkpoint.tensors, reader)
+    if done != total:
+        raise CheckpointError(f"{checkpoint.directory}: {done:,} bytes were read where {total:,} were planned")
+    weights = [d.name for d in destinations if not d.name.endswith(SCALE_SUFFIX)]
+    return LoadReport(
+        directory=checkpoint.directory,
+        files=len({tensor.file for tensor in sources.values()}),
+        tensors=len(sources),
+        bytes_read=total,
+        bytes_written=bytes_written,
+        formats=Counter(checkpoint.formats.of(name) for name in dict.fromkeys(weights)),
+        dequantized=sum(transfer.scale is not None for transfer in transfers),
+        skipped=skipped,
+        notes=tuple(notes),
+        seconds=time.monotonic() - started,
+    )
+
+
+def dummy_weights(model: LoadableModel, seed: int) -> LoadReport:
+    """Random values without a file: matrices normal with std 0.02, norms 1, biases 0, FP8 with scales of the same effect.
+
+    Each tensor's values depend on its name and the seed alone, so ranks with different experts agree on the model.
+    """
+    started = time.monotonic()
+    destinations = list(model.destinations())
+    bytes_written = prove_coverage(model.state_dict(), destinations)
+    with torch.inference_mode():
+        for destination in destinations:
+            _fill(destination, seed)
+    return LoadReport(
+        directory=None,
+        files=0,
+        tensors=0,
+        bytes_read=0,
+        bytes_written=bytes_written,
+        formats={},
+        dequantized=0,
+        skipped={},
+        notes=(),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _plan(
+    model: LoadableModel, checkpoint: Checkpoint, destinations: Sequence[Destination]
+) -> tuple[list[Transfer], dict[str, Skipped]]:
+    """(one transfer a destination, what is skipped by reason). All that is missing, misshapen or unknown goes into one error."""
+    transfers, missing, misfits, unknown = [], [], [], []
+    for destination in destinations:
+        tensor = checkpoint.tensors.get(destination.name)
+        if tensor is None:
+            missing.append(f"{destination.name} {list(destination.target.shape)}")
+            continue
+        scale = None if destination.dequantize_with is None else checkpoint.tensors.get(destination.dequantize_with)
+        misfit = _misfit(destination, tensor, scale)
+        if misfit is None:
+            transfers.append(Transfer(tensor, destination.target, scale))
+        else:
+            misfits.append(misfit)
+    consumed = {d.name for d in destinations} | {d.dequantize_with for d in destinations}
+    skipped = {reason: [*tensors] for reason, tensors in checkpoint.set_aside.items()}
+    for name, tensor in checkpoint.tensors.items():
+        if name not in consumed:
+            reason = model.ignored(name)
+            if reason is None:
+                unknown.append(tensor)
+            else:
+                skipped.setdefault(reason, []).append(tensor)
+    faults = []
+    if missing:
+        faults.append(f"{len(missing):,} tensors that the model needs are missing: {named(missing)}")
+    if any(text.startswith(f"{HEAD} ") for text in missing):
+        faults.append(f"{HEAD} may only be absent when the config says tie_word_embeddings")
+    if misfits:
+        faults.append(f"{len(misfits):,} tensors do not fit the model: {named(misfits)}")
+    if unknown:
+        faults.append(f"{len(unknown):,} tensors are unknown to the model: {named(unknown)}")
+    if faults:
+        raise CheckpointError(f"{checkpoint.directory}: {'. '.join(faults)}")
+    return transfers, {r: Skipped(len(found), sum(t.num_bytes for t in found)) for r, found in skipped.items()}
+
+
+def _misfit(destination: Destination, tensor: StoredTensor, scale: StoredTensor | None) -> str | None:
+    """Why the stored tensor cannot fill its destination; None when it can."""
+    target, name = destination.target, destination.name
+    if tuple(target.shape) != tensor.shape:
+        return f"{tensor} where the model has {list(target.shape)}"
+    stored = TORCH_DTYPES.get(tensor.dtype)
+    if destination.dequantize_with is not None:
+        if stored != torch.float8_e4m3fn:
+            return f"{tensor} is to be dequantised but is not FP8"
+        if scale is None or destination.dequantize_with != scale_name(name):
+            return f"{tensor} is to be dequantised with {destination.dequantize_with}, which is not its scale"
+        fits = target.dtype in _FLOATS
+    elif stored in _FLOATS:
+        fits = target.dtype in _FLOATS
+    else:
+        fits = target.dtype == stored
+    return None if fits else f"{tensor} where the model has {target.dtype}"
+
+
+def _compare_tied_head(
+    destinations: Sequence[Destination], tensors: Mapping[str, StoredTensor], reader: WeightReader
+) -> list[str]:
+    """A head that is stored although the model uses the embedding for it must say the same; a note when it does not."""
+    head = tensors.get(HEAD)
+    places = {destination.name: destination.target for destination in destinations}
+    if head is None or HEAD in places or EMBEDDING not in places:
+        return []
+    embedding = places[EMBEDDING].detach()
+    equal = head.shape == tuple(embedding.shape) and head.dtype in TORCH_DTYPES
+    step = max(1, PIECE_BYTES * head.shape[0] // max(1, head.num_bytes)) if equal else 1
+    first = 0
+    while equal and first < head.shape[0]:
+        rows = reader.rows(head, first, min(first + step, head.shape[0]))
+        equal = torch.equal(rows.to(embedding.device, embedding.dtype), embedding[first : first + step])
+        first += step
+    if equal:
+        return []
+    return [
+        f"WARNING: {HEAD} is stored and differs from {EMBEDDING}; the embedding serves as the head, as tie_word_embeddings says"
+    ]
+
+
+def _fill(destination: Destination, seed: int) -> None:
+    name, target = destination.name, destination.target.detach()
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    leaf = name.rpartition(".")[2]
+    if name.endswith(SCALE_SUFFIX):
+        target.uniform_(0.5, 1.5, generator=generator).mul_(_DUMMY_STD / _DUMMY_FP8_STD)
+    elif target.dtype == torch.float8_e4m3fn:
+        wide = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+        target.copy_(wide.normal_(0.0, _DUMMY_FP8_STD, generator=generator).clamp_(-448.0, 448.0))
+    elif leaf.endswith("bias"):
+        target.zero_()
+    elif leaf == "weight" and target.dim() == 1:
+        target.fill_(1.0)
+    else:
+        target.normal_(0.0, _DUMMY_STD, generator=generator)
