@@ -8,7 +8,7 @@ import torch
 
 from minserve.kernels.interface import Kernels
 from minserve.models.formats import Formats
-from minserve.models.layers.dispatcher import Dispatcher
+from minserve.models.layers.dispatcher import Dispatcher, ExpertPlacement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class BuildContext:
     """Of plain parameters and of the computation."""
     device: torch.device
     dispatcher: Dispatcher
+    placement: ExpertPlacement | None = None
+    """None: each expert in the slot of its own number."""
 
     def keeps_fp8(self, weight_names: list[str]) -> bool:
         """True when all of these stay FP8 in memory; otherwise the FP8 ones among them are widened at load."""

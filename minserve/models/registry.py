@@ -17,7 +17,7 @@ from minserve.models.config_reader import Fields
 from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
-from minserve.models.layers.dispatcher import Dispatcher, LocalDispatcher
+from minserve.models.layers.dispatcher import Dispatcher, ExpertPlacement, LocalDispatcher
 from minserve.models.layers.streams import Lanes, SharedExpertPolicy
 
 
@@ -62,11 +62,12 @@ def build_model(
     device: torch.device,
     *,
     dispatcher: Dispatcher | None = None,
+    placement: ExpertPlacement | None = None,
     shared_expert: SharedExpertPolicy = "serial",
     lanes: Lanes | None = None,
 ) -> Decoder:
-    """The model with unwritten parameters. Without a dispatcher all experts are local."""
+    """The model with unwritten parameters. Without a dispatcher all experts are local; without a placement each sits in its own slot."""
     row = next(row for row in ROWS if (row.architecture, row.model_type) == (config.architecture, config.model_type))
-    model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher()))
+    model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement))
     model.shared_expert, model.lanes = shared_expert, lanes
     return model

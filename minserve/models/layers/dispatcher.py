@@ -9,6 +9,21 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Which slot holds each expert."""
+
+    slot_of_expert: tuple[int, ...]
+
+    @classmethod
+    def identity(cls, num_experts: int) -> ExpertPlacement:
+        return cls(tuple(range(num_experts)))
+
+    @property
+    def is_identity(self) -> bool:
+        return self.slot_of_expert == tuple(range(len(self.slot_of_expert)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlatTokens:
     """Tokens in rows, each with the local slots that it goes through."""
 

@@ -1,8 +1,7 @@
-"""The routed experts' weights, stacked by slot, and which expert sits in which slot."""
+"""The routed experts' weights, stacked by slot."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -12,23 +11,9 @@ from minserve.kernels.interface import ExpertWeights
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
-from minserve.models.layers.dispatcher import FlatTokens, MaskedTokens
-from minserve.models.layers.linear import FP8_BLOCK, blocks, parameter
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertPlacement:
-    """Which slot holds each expert."""
-
-    slot_of_expert: tuple[int, ...]
-
-    @classmethod
-    def identity(cls, num_experts: int) -> ExpertPlacement:
-        return cls(tuple(range(num_experts)))
-
-    @property
-    def is_identity(self) -> bool:
-        return self.slot_of_expert == tuple(range(len(self.slot_of_expert)))
+from minserve.models.formats import BLOCK, blocks, scale_name
+from minserve.models.layers.dispatcher import ExpertPlacement, FlatTokens, MaskedTokens
+from minserve.models.layers.linear import parameter
 
 
 class Experts(nn.Module):
@@ -41,16 +26,14 @@ class Experts(nn.Module):
     slots: Tensor | None
     """int32 [E]: slot of each expert; None when each sits in its own."""
 
-    def __init__(
-        self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext, placement: ExpertPlacement | None = None
-    ) -> None:
+    def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
         self.prefix = prefix
         self.kernels = build.kernels
         self.formats = build.formats
-        self.placement = placement or ExpertPlacement.identity(config.num_experts)
+        self.placement = build.placement or ExpertPlacement.identity(config.num_experts)
         self.intermediate_size = width = config.intermediate_size
-        keep = width % FP8_BLOCK == 0 and build.keeps_fp8([f"{name}.weight" for name in self._names()])
+        keep = width % BLOCK == 0 and build.keeps_fp8(self._names())
         dtype, count = torch.float8_e4m3fn if keep else build.dtype, config.num_experts
         self.w13 = parameter((count, 2 * width, hidden_size), dtype, build.device)
         self.w2 = parameter((count, hidden_size, width), dtype, build.device)
@@ -77,20 +60,20 @@ class Experts(nn.Module):
 
     def _names(self) -> list[str]:
         experts = range(len(self.placement.slot_of_expert))
-        return [f"{self.prefix}.{expert}.{part}_proj" for expert in experts for part in ("gate", "up", "down")]
+        return [f"{self.prefix}.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")]
 
     def destinations(self) -> Iterator[Destination]:
-        width, half = self.intermediate_size, self.intermediate_size // FP8_BLOCK
+        width, half = self.intermediate_size, self.intermediate_size // BLOCK
         for expert, slot in enumerate(self.placement.slot_of_expert):
-            gate, up, down = (f"{self.prefix}.{expert}.{part}_proj" for part in ("gate", "up", "down"))
+            gate, up, down = (f"{self.prefix}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
             yield self._weight(gate, self.w13[slot, :width])
             yield self._weight(up, self.w13[slot, width:])
             yield self._weight(down, self.w2[slot])
             if self.w13_scale is not None and self.w2_scale is not None:
-                yield Destination(f"{gate}.weight_scale_inv", self.w13_scale[slot, :half])
-                yield Destination(f"{up}.weight_scale_inv", self.w13_scale[slot, half:])
-                yield Destination(f"{down}.weight_scale_inv", self.w2_scale[slot])
+                yield Destination(scale_name(gate), self.w13_scale[slot, :half])
+                yield Destination(scale_name(up), self.w13_scale[slot, half:])
+                yield Destination(scale_name(down), self.w2_scale[slot])
 
     def _weight(self, name: str, target: Tensor) -> Destination:
-        widen = self.w13_scale is None and self.formats.of(f"{name}.weight") == "fp8_block"
-        return Destination(f"{name}.weight", target, f"{name}.weight_scale_inv" if widen else None)
+        widen = self.w13_scale is None and self.formats.of(name) == "fp8_block"
+        return Destination(name, target, scale_name(name) if widen else None)

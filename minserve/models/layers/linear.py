@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from minserve.kernels.interface import LinearWeight
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination
-
-FP8_BLOCK = 128
+from minserve.models.formats import BLOCK, blocks, scale_name
 
 
 def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight that the loader fills; inference only."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def blocks(size: int) -> int:
-    """FP8 blocks that cover `size` rows or columns."""
-    return -(-size // FP8_BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +29,6 @@ class Part:
     @property
     def weight(self) -> str:
         return f"{self.name}.weight"
-
-    @property
-    def scale(self) -> str:
-        return f"{self.name}.weight_scale_inv"
 
 
 class Linear(nn.Module):
@@ -56,7 +46,7 @@ class Linear(nn.Module):
         self.kernels = build.kernels
         self.formats = build.formats
         rows = sum(part.rows for part in self.parts)
-        aligned = all(part.rows % FP8_BLOCK == 0 for part in self.parts[:-1])
+        aligned = all(part.rows % BLOCK == 0 for part in self.parts[:-1])
         keep = aligned and not widen and build.keeps_fp8([part.weight for part in self.parts])
         self.weight = parameter((rows, in_features), torch.float8_e4m3fn if keep else build.dtype, build.device)
         self.scale = parameter((blocks(rows), blocks(in_features)), torch.float32, build.device) if keep else None
@@ -74,10 +64,10 @@ class Linear(nn.Module):
         for part in self.parts:
             end = start + part.rows
             quantised = self.formats.of(part.weight) == "fp8_block"
-            widen = part.scale if quantised and self.scale is None else None
+            widen = scale_name(part.weight) if quantised and self.scale is None else None
             yield Destination(part.weight, self.weight[start:end], widen)
             if self.scale is not None:
-                yield Destination(part.scale, self.scale[start // FP8_BLOCK : blocks(end)])
+                yield Destination(scale_name(part.weight), self.scale[start // BLOCK : blocks(end)])
             if self.bias is not None:
                 yield Destination(f"{part.name}.bias", self.bias[start:end])
             start = end
