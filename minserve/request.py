@@ -92,3 +92,5 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """A sentence for the client when `finish_reason` is ERROR."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; told with the first output."""
+    queue_seconds: float | None = None
+    """From arrival to the first step that held the request; told with the first output."""

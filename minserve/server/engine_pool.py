@@ -1,0 +1,169 @@
+"""All engines as one: admission, which request lives where, aborts, pulse and death. Knows nothing of HTTP or text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from typing import Any, NamedTuple
+
+from minserve.messages import AbortRequests, AddRequests, FinishRequest, Ready, StepOutputs, StepStats
+from minserve.request import FinishReason, Request, SamplingParams
+from minserve.server.api_errors import RETRY_AFTER_SECONDS, ApiError, unavailable
+from minserve.server.balancer import Balancer
+from minserve.server.engine_client import Death, EngineClient
+from minserve.server.mailbox import Mailbox
+
+
+class _Live(NamedTuple):
+    mailbox: Mailbox
+    number: int
+    rank: int
+    num_prompt_tokens: int
+
+
+class EnginePool:
+    """The engines of this front. Requests are live from `submit` until their last output, `finish` or `abort`."""
+
+    def __init__(self, num_engines: int, max_queued_requests: int) -> None:
+        self.engines = [EngineClient(rank, self._on_outputs, self._on_death) for rank in range(num_engines)]
+        self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
+        """Done when an engine ended that was not told to."""
+        self._balancer = Balancer(num_engines)
+        self._max_queued = max_queued_requests
+        self._live: dict[int, _Live] = {}
+        self._ids = itertools.count(1)
+        self._capacity = 0
+        self._last_token_at = time.monotonic()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self, connections: list[socket.socket]) -> list[Ready]:
+        """Connect and wait until every engine is ready; their facts in order of rank."""
+        for engine, connection in zip(self.engines, connections, strict=True):
+            await engine.connect(connection)
+        for engine in self.engines:
+            await engine.became_ready.wait()
+        facts = [engine.ready for engine in self.engines if engine.ready is not None]
+        self._capacity = sum(ready.max_num_seqs for ready in facts)
+        return facts
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def admit(self) -> None:
+        """Raises ApiError 429 when the queue is full. A request that comes when there is room enters whole, however wide."""
+        if len(self._live) - self._capacity >= self._max_queued:
+            message = f"The queue is full ({self._max_queued} requests wait); try again later"
+            raise ApiError(429, message, code="queue_full", retry_after=RETRY_AFTER_SECONDS)
+
+    def submit(self, prompts: list[tuple[list[int], list[SamplingParams]]], mailbox: Mailbox) -> list[int]:
+        """Start every choice of every prompt; outputs go to the mailbox under running numbers. Returns the request ids.
+
+        Choices of one prompt go to one rank, which then computes the prompt once.
+        """
+        if self.death.done():
+            raise unavailable("The engine has ended", "engine_dead")
+        now = time.monotonic()
+        by_rank: dict[int, list[Request]] = {}
+        ids: list[int] = []
+        for token_ids, choices in prompts:
+            rank = self._balancer.choose()
+            for sampling in choices:
+                request = Request(id=next(self._ids), prompt_token_ids=token_ids, sampling=sampling, arrival_time=now)
+                self._live[request.id] = _Live(mailbox, len(ids), rank, len(token_ids))
+                self._balancer.add(rank, len(token_ids))
+                by_rank.setdefault(rank, []).append(request)
+                ids.append(request.id)
+        self._idle.clear()
+        for rank, requests in by_rank.items():
+            self.engines[rank].send(AddRequests(requests))
+        return ids
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """The front saw a stop string; does nothing for a request that has ended."""
+        live = self._remove(request_id)
+        if live is not None:
+            self.engines[live.rank].send(FinishRequest(request_id, FinishReason.STOP, num_tokens))
+
+    def abort(self, request_ids: list[int]) -> int:
+        """Ends those that still live, without further outputs; how many that were."""
+        by_rank: dict[int, list[int]] = {}
+        for request_id in request_ids:
+            live = self._remove(request_id)
+            if live is not None:
+                by_rank.setdefault(live.rank, []).append(request_id)
+        for rank, ids in by_rank.items():
+            self.engines[rank].send(AbortRequests(ids))
+        return sum(map(len, by_rank.values()))
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends every live request with an error for its client."""
+        mailboxes = {id(live.mailbox): live.mailbox for live in self._live.values()}
+        self.abort(list(self._live))
+        for mailbox in mailboxes.values():
+            mailbox.fail(error)
+
+    async def drained(self) -> None:
+        """Returns once no request is live."""
+        await self._idle.wait()
+
+    async def call_all(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
+        """One answer of each engine, in order of rank. Raises ApiError like EngineClient.call."""
+        return list(await asyncio.gather(*(engine.call(method, arguments) for engine in self.engines)))
+
+    def silence(self) -> tuple[int, float]:
+        """The rank that was heard last longest ago, and the seconds since; engines that still start are not counted."""
+        now = time.monotonic()
+        ages = [(now - engine.last_heard, engine.rank) for engine in self.engines if engine.ready is not None]
+        age, rank = max(ages, default=(0.0, 0))
+        return rank, age
+
+    def token_age(self) -> float:
+        """Seconds since an engine last told of a token."""
+        return time.monotonic() - self._last_token_at
+
+    def stats(self) -> list[StepStats]:
+        return [engine.stats for engine in self.engines]
+
+    async def shut_down(self, timeout: float) -> None:
+        """Tell every engine to leave and wait for that, at most `timeout` seconds; then the sockets are closed."""
+        for engine in self.engines:
+            engine.shut_down()
+        try:
+            async with asyncio.timeout(timeout):
+                for engine in self.engines:
+                    await engine.closed.wait()
+        except TimeoutError:
+            pass
+        self.close()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def _on_outputs(self, step: StepOutputs) -> None:
+        if step.outputs:
+            self._last_token_at = time.monotonic()
+        for output in step.outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue  # late tokens of a request that was aborted or finished by a stop string
+            live.mailbox.put(live.number, output)
+            if output.finish_reason is not None:
+                self._remove(output.request_id)
+
+    def _remove(self, request_id: int) -> _Live | None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._balancer.remove(live.rank, live.num_prompt_tokens)
+            if not self._live:
+                self._idle.set()
+        return live
+
+    def _on_death(self, death: Death) -> None:
+        if not self.death.done():
+            self.death.set_result(death)
+        self.fail_all(unavailable("The engine has ended; the server is going down", "engine_dead"))

@@ -1,0 +1,155 @@
+"""What the front measures and what engines report, as Prometheus text. Knows nothing of HTTP.
+
+Names carry vLLM's suffixes, so that dashboards made for it need a change of prefix only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from minserve.server.engine_pool import EnginePool
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_LABELS = ("model_name",)
+
+
+class Metrics:
+    """Counters and histograms of one front; `engines` is read when the page is asked for."""
+
+    def __init__(self, prefix: str, model_name: str, engines: EnginePool, page_counts: list[int], startup: Mapping[str, float]):
+        """`page_counts`: KV pages of each rank. `startup`: phase name to seconds."""
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(prefix, model_name, engines, page_counts, startup))
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{prefix}:{name}", text, _LABELS, registry=self._registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{prefix}:{name}", text, _LABELS, buckets=buckets, registry=self._registry).labels(model_name)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got an answer.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens of one choice.", _TOKEN_BUCKETS)
+        self.time_per_output_token = histogram(
+            "time_per_output_token_seconds", "Mean time of a choice's tokens after its first.", _TOKEN_BUCKETS
+        )
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "Arrival to the end of a choice.", _REQUEST_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to the first step.", _REQUEST_BUCKETS)
+        success = Counter(
+            f"{prefix}:request_success", "Choices that ended.", (*_LABELS, "finished_reason"), registry=self._registry
+        )
+        self._success = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
+        aborts = Counter(f"{prefix}:aborts", "Sequences ended early.", (*_LABELS, "cause"), registry=self._registry)
+        causes = ("client_gone", "slow_reader", "api", "drain", "error")
+        self._aborts = {cause: aborts.labels(model_name, cause) for cause in causes}
+
+    def success(self, finish_reason: str) -> None:
+        self._success[finish_reason].inc()
+
+    def abort(self, cause: str, count: int) -> None:
+        """`cause`: client_gone, slow_reader, api, drain or error."""
+        self._aborts[cause].inc(count)
+
+    def page(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+
+class ChoiceClock:
+    """When the tokens of one choice came. Times are `time.monotonic()` seconds."""
+
+    __slots__ = ("_arrival", "_first", "_last", "_metrics", "_num_tokens")
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._first = self._last = 0.0
+        self._num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """`count` new tokens came now."""
+        now = time.monotonic()
+        if self._num_tokens:
+            self._metrics.inter_token_latency.observe((now - self._last) / count)
+        else:
+            self._first = now
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        self._last = now
+        self._num_tokens += count
+
+    def end(self, finish_reason: str, num_tokens: int) -> None:
+        """The choice ended well; `num_tokens` of its tokens count."""
+        metrics = self._metrics
+        metrics.generation_tokens.inc(num_tokens)
+        metrics.success(finish_reason)
+        metrics.e2e_latency.observe(time.monotonic() - self._arrival)
+        if self._num_tokens > 1:
+            metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
+
+
+class _EngineCollector(Collector):
+    """Turns the engines' own counters into families, summed over ranks."""
+
+    def __init__(self, prefix: str, model_name: str, engines: EnginePool, page_counts: list[int], startup: Mapping[str, float]):
+        self._prefix = prefix
+        self._model_name = model_name
+        self._engines = engines
+        self._num_pages = sum(page_counts)
+        self._startup = startup
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engines.stats()
+        used_pages = sum(rank.used_pages for rank in stats)
+        usage = used_pages / self._num_pages if self._num_pages else 0.0
+        yield self._gauge("num_requests_running", "Requests in the batch.", sum(rank.num_running for rank in stats))
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", sum(rank.num_waiting for rank in stats))
+        yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", usage)
+        yield self._gauge("last_decode_age_seconds", "Since an engine last told of a token.", self._engines.token_age())
+        totals = {
+            "prefix_cache_queries": ("Prompt tokens looked up.", sum(rank.prefix_cache_queries for rank in stats)),
+            "prefix_cache_hits": ("Prompt tokens found.", sum(rank.prefix_cache_hits for rank in stats)),
+            "num_preemptions": ("Requests pushed out for lack of pages.", sum(rank.num_preemptions for rank in stats)),
+            "nan_rows": ("Rows of logits that were not finite.", sum(rank.nan_rows for rank in stats)),
+        }
+        for name, (text, value) in totals.items():
+            yield self._labelled(CounterMetricFamily, name, text, None, {"": float(value)})
+        replays = _summed([rank.graph_replays for rank in stats])
+        eager = _summed([rank.eager_decode_steps for rank in stats])
+        yield self._labelled(CounterMetricFamily, "graph_replay", "Graph replays by batch size.", "bs", replays)
+        yield self._labelled(CounterMetricFamily, "eager_decode_steps", "Decode steps without a graph.", "reason", eager)
+        yield self._labelled(GaugeMetricFamily, "startup_seconds", "Seconds of the start.", "phase", self._startup)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(GaugeMetricFamily, name, text, None, {"": float(value)})
+
+    def _labelled(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        label: str | None,
+        values: Mapping[str, float],
+    ) -> Metric:
+        metric = family(f"{self._prefix}:{name}", text, labels=[*_LABELS, *([label] if label else [])])
+        for key, value in values.items():
+            metric.add_metric([self._model_name, *([key] if label else [])], value)
+        return metric
+
+
+def _summed(counts: list[dict[str, int]] | list[dict[int, int]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for mapping in counts:
+        for key, value in mapping.items():
+            total[str(key)] = total.get(str(key), 0.0) + value
+    return total

@@ -1,0 +1,277 @@
+"""OpenAI's request bodies, checked field by field, become records. Knows nothing of tokenizers, engines or answers.
+
+Nothing that fails here reaches the engine. Unknown fields are ignored, because clients send each other's extensions; fields
+that would change the answer and are not supported are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from minserve.server.api_errors import ApiError, bad_request
+from minserve.server.chat_messages import parse_messages, parse_tools
+from minserve.server.fields import Fields, decode_array, decode_object, decode_value, is_number
+from minserve.server.model_facts import ModelFacts
+from minserve.server.options import Options, SamplingOptions
+from minserve.server.prompt_limits import check_length
+
+MAX_CHOICES = 128
+MAX_SEQUENCES = 2048
+"""Prompts times choices of one body."""
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 4096
+"""Characters of one stop string."""
+_GREEDY_BELOW = 1e-5
+_INT64 = 1 << 63
+
+_NOT_SUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "suffix")
+_ids_decoder = msgspec.json.Decoder(list[int])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    options: Options
+    prompts: list[str | list[int]]
+    """Texts, or token ids within the vocabulary."""
+    add_special_tokens: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRequest:
+    options: Options
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    template_arguments: dict[str, Any]
+
+
+def parse_completion(body: bytes, facts: ModelFacts) -> CompletionRequest:
+    """A body of /v1/completions. Raises ApiError naming the field."""
+    fields = decode_object(body)
+    model = _model(fields, facts)
+    echo = fields.boolean("echo", False)
+    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    options = _options(fields, facts, model, echo=echo, logprobs=logprobs)
+    prompts = parse_prompts(fields, facts)
+    if len(prompts) * options.best_of > MAX_SEQUENCES:
+        message = f"{len(prompts)} prompts with {options.best_of} choices each are over the limit of {MAX_SEQUENCES} sequences"
+        raise bad_request(message, "prompt")
+    return CompletionRequest(options, prompts, fields.boolean("add_special_tokens", True))
+
+
+def parse_chat(body: bytes, facts: ModelFacts) -> ChatRequest:
+    """A body of /v1/chat/completions. Raises ApiError naming the field."""
+    fields = decode_object(body)
+    model = _model(fields, facts)
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    wanted = fields.boolean("logprobs", False)
+    if top and not wanted:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    options = _options(fields, facts, model, echo=False, logprobs=(top or 0) if wanted else None)
+    tools = parse_tools(fields)
+    if _tool_choice(fields) == "none":
+        tools = None
+    messages = parse_messages(fields)
+    return ChatRequest(options, messages, tools, fields.boolean("add_generation_prompt", True), template_arguments(fields))
+
+
+def parse_prompts(fields: Fields, facts: ModelFacts) -> list[str | list[int]]:
+    """`prompt` in its four forms: a string, strings, token ids, lists of token ids."""
+    raw = fields.raw("prompt")
+    if raw is None:
+        raise bad_request("prompt is required", "prompt")
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return [_one_prompt(raw, "prompt", facts)]
+    start = bytes(memoryview(raw)[1:65]).lstrip()[:1]
+    if start in (b'"', b"["):
+        elements = decode_array(raw, "prompt")
+        if len(elements) > MAX_SEQUENCES:
+            raise bad_request(f"{len(elements)} prompts are over the limit of {MAX_SEQUENCES}", "prompt")
+        return [_one_prompt(element, f"prompt[{index}]", facts) for index, element in enumerate(elements)]
+    return [_one_prompt(raw, "prompt", facts)]
+
+
+def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None = None) -> list[int]:
+    """A JSON array of token ids within the vocabulary, fewer than `limit` of them.
+
+    The length is read off the commas before anything is decoded: decoding millions of numbers would stall every thread.
+    """
+    if limit is not None:
+        check_length(bytes(raw).count(b",") + 1, limit, param)
+    try:
+        ids = _ids_decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_request(f"{param} must be a string or an array of integers: {error}", param) from None
+    if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
+        index, wrong = next((index, id_) for index, id_ in enumerate(ids) if not 0 <= id_ < facts.vocab_size)
+        shown = wrong if abs(wrong) < _INT64 else "a very large number"
+        raise bad_request(f"{param}[{index}] is {shown}; token ids are 0 to {facts.vocab_size - 1}", param)
+    return ids
+
+
+def template_arguments(fields: Fields) -> dict[str, Any]:
+    """`chat_template_kwargs`, without the names that the server itself gives to templates."""
+    value = fields.value("chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs")
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in value:
+            raise bad_request(f"chat_template_kwargs must not set {name}", "chat_template_kwargs")
+    return value
+
+
+def _one_prompt(raw: msgspec.Raw, param: str, facts: ModelFacts) -> str | list[int]:
+    first = bytes(memoryview(raw)[:1])
+    if first == b"[":
+        ids = token_ids(raw, param, facts, facts.context_length)
+        if not ids:
+            raise bad_request(f"{param} must hold at least one token", param)
+        return ids
+    text = decode_value(raw, param)
+    if not isinstance(text, str):
+        raise bad_request(f"{param} must be a string, strings, token ids or lists of token ids", param)
+    return text
+
+
+def _model(fields: Fields, facts: ModelFacts) -> str:
+    name = fields.string("model")
+    if name is None:
+        return facts.name
+    if name not in facts.names:
+        raise unknown_model(name, facts)
+    return name
+
+
+def unknown_model(name: str, facts: ModelFacts) -> ApiError:
+    message = f"The model {name[:200]!r} does not exist here; served: {', '.join(facts.names)}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def _options(fields: Fields, facts: ModelFacts, model: str, *, echo: bool, logprobs: int | None) -> Options:
+    _refuse_unsupported(fields)
+    stream = fields.boolean("stream", False)
+    include_usage, continuous_usage = _stream_options(fields) if stream else (False, False)
+    n = fields.integer("n", 1, MAX_CHOICES) or 1
+    best_of = fields.integer("best_of", 1, MAX_CHOICES) or n
+    if best_of < n:
+        raise bad_request(f"best_of ({best_of}) must not be below n ({n})", "best_of")
+    if best_of > n and stream:
+        raise bad_request("best_of above n cannot be streamed: the best is known only at the end", "best_of")
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    if prompt_logprobs is not None and stream:
+        raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    return Options(
+        model=model,
+        sampling=_sampling(fields, facts, echo),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        n=n,
+        best_of=best_of,
+        stop=_stop_strings(fields),
+        include_stop=fields.boolean("include_stop_str_in_output", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        return_token_ids=fields.boolean("return_token_ids", False),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids", False),
+    )
+
+
+def _sampling(fields: Fields, facts: ModelFacts, echo: bool) -> SamplingOptions:
+    older = fields.integer("max_tokens", 0 if echo else 1)
+    newer = fields.integer("max_completion_tokens", 0 if echo else 1)
+    max_tokens = older if newer is None else newer
+    min_tokens = fields.integer("min_tokens", 0) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise bad_request(f"min_tokens ({min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
+    temperature = fields.number("temperature", 0, 2)
+    top_k = fields.integer("top_k", -1) or 0
+    return SamplingOptions(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if temperature is None else 0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_k=0 if top_k == -1 or top_k >= facts.vocab_size else top_k,
+        top_p=_or(fields.number("top_p", 0, 1, above_least=True), 1.0),
+        min_p=_or(fields.number("min_p", 0, 1), 0.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", 0, 10, above_least=True), 1.0),
+        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
+        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
+        seed=fields.integer("seed", -_INT64, _INT64 - 1),
+        logit_bias=_logit_bias(fields, facts),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        stop_token_ids=_stop_token_ids(fields, facts),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _stream_options(fields: Fields) -> tuple[bool, bool]:
+    options = fields.object("stream_options")
+    if options is None:
+        return False, False
+    return options.boolean("include_usage", False), options.boolean("continuous_usage_stats", False)
+
+
+def _stop_strings(fields: Fields) -> tuple[str, ...]:
+    value = fields.value("stop")
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise bad_request("stop must be null, a string or an array of strings", "stop")
+    if not all(strings):
+        raise bad_request("stop must not hold an empty string", "stop")
+    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_LENGTH for string in strings):
+        raise bad_request(f"stop holds at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters", "stop")
+    return tuple(dict.fromkeys(strings))
+
+
+def _stop_token_ids(fields: Fields, facts: ModelFacts) -> tuple[int, ...]:
+    raw = fields.raw("stop_token_ids")
+    return () if raw is None else tuple(dict.fromkeys(token_ids(raw, "stop_token_ids", facts)))
+
+
+def _logit_bias(fields: Fields, facts: ModelFacts) -> dict[int, float]:
+    value = fields.value("logit_bias")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_request("logit_bias must be an object of token ids and numbers", "logit_bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < facts.vocab_size):
+            message = f"logit_bias has the key {key[:40]!r}; keys are token ids as strings, 0 to {facts.vocab_size - 1}"
+            raise bad_request(message, "logit_bias")
+        if not is_number(bias):
+            raise bad_request(f"logit_bias[{key!r}] must be a number", "logit_bias")
+        biases[int(key)] = float(max(-100, min(100, bias)))
+    return biases
+
+
+def _tool_choice(fields: Fields) -> str:
+    choice = fields.value("tool_choice")
+    if choice in (None, "auto", "none"):
+        return choice or "auto"
+    if choice == "required" or isinstance(choice, dict):
+        raise bad_request("this version supports the tool_choice values none and auto only", "tool_choice")
+    raise bad_request('tool_choice must be "none" or "auto"', "tool_choice")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name in _NOT_SUPPORTED:
+        if fields.has(name) and fields.value(name) != "":
+            raise bad_request(f"{name} is not supported by this version", name)
+    form = fields.object("response_format")
+    if form is not None and (kind := form.string("type")) != "text":
+        message = f"response_format of type {str(kind)[:40]!r} is not supported by this version; only 'text' is"
+        raise bad_request(message, "response_format")

@@ -1,0 +1,90 @@
+"""How a client wants its answer made and shown: one frozen record for every endpoint that generates. Knows no JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from minserve.request import SamplingParams
+from minserve.server.model_facts import ModelFacts
+
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Sampling as asked for, each value within its range; `resolve` adds what depends on the prompt and the model."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: dict[int, float]
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+
+    def resolve(
+        self, facts: ModelFacts, num_prompt_tokens: int, choice: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """What the engine gets for choice number `choice` of a prompt; its seed is the request's plus that number."""
+        room = facts.context_length - num_prompt_tokens
+        max_tokens = room if self.max_tokens is None else min(self.max_tokens, room)
+        seed = random.getrandbits(63) if self.seed is None else (self.seed + choice) & SEED_MASK
+        end_ids = () if self.ignore_eos else facts.stop_token_ids
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=min(self.min_tokens, max_tokens),
+            stop_token_ids=tuple(dict.fromkeys((*end_ids, *self.stop_token_ids))),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything about an answer but its prompt."""
+
+    model: str
+    """The name the client used, or the default."""
+    sampling: SamplingOptions
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    n: int
+    best_of: int
+    """Choices made; the `n` likeliest are shown."""
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    echo: bool
+    logprobs: int | None
+    """Number of top alternatives shown a token; None shows nothing."""
+    prompt_logprobs: int | None
+    return_token_ids: bool
+    tokens_as_ids: bool
+    """Name tokens in log-probabilities `token_id:N` instead of by their text."""
+
+    @property
+    def engine_logprobs(self) -> int | None:
+        """What the engine is asked for: ranking choices needs each token's log-probability too."""
+        return 0 if self.logprobs is None and self.best_of > self.n else self.logprobs
+
+    @property
+    def engine_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
