@@ -1,0 +1,214 @@
+"""A checkpoint's tokenizer as the edge needs it: prompts to ids, ids to text, BOS, EOS and the chat template.
+
+Knows nothing of HTTP or of requests; text that arrives token by token is detokenizer.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from minserve.errors import CheckpointError, UsageError
+from minserve.server.chat_template import ChatTemplate
+from minserve.server.detokenizer import Detokenizer
+from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder
+from minserve.server.token_pieces import TokenPieces
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The fields of tokenizer_config.json that are read; the named tokens are a string or an object with `content`."""
+
+    bos_token: str | AddedToken | None = None
+    eos_token: str | AddedToken | None = None
+    unk_token: str | AddedToken | None = None
+    sep_token: str | AddedToken | None = None
+    pad_token: str | AddedToken | None = None
+    cls_token: str | AddedToken | None = None
+    mask_token: str | AddedToken | None = None
+    add_bos_token: bool | None = None
+    added_tokens_decoder: dict[int, AddedToken] = {}
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+_Section = TypeVar("_Section", _TokenizerConfig, _GenerationConfig)
+
+
+class Tokenizer:
+    """Read-only after load; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        special_tokens: Mapping[str, str],
+        add_bos: bool | None,
+        extra_eos_token_ids: Iterable[int],
+        templates: Mapping[str, str],
+    ) -> None:
+        """`special_tokens`: `bos_token`, `eos_token` and kin to their text. `add_bos` None leaves it to the file format."""
+        self._encoder = encoder
+        self.pieces: TokenPieces = encoder.pieces
+        self.template = ChatTemplate(templates, special_tokens)
+        self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
+        eos = self.token_id(special_tokens.get("eos_token"))
+        self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
+        """Of tokenizer_config.json and generation_config.json; the engine adds config.json's."""
+        if add_bos is None:
+            self._leading_ids = encoder.leading_ids()
+        else:
+            self._leading_ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+
+    @classmethod
+    def load(cls, model_dir: Path, tokenizer_dir: str | None = None, chat_template: str | None = None) -> Tokenizer:
+        """Reads tokenizer.json or tiktoken.model, the configs and the template beside it.
+
+        `tokenizer_dir` replaces `model_dir` for all but generation_config.json; `chat_template` is a file's path.
+        Raises CheckpointError for missing or damaged files, UsageError for a wrong `tokenizer_dir` or `chat_template`.
+        """
+        directory = model_dir if tokenizer_dir is None else Path(tokenizer_dir)
+        if not directory.is_dir():
+            raise UsageError(f"--tokenizer: {directory} is not a directory")
+        config = _read(directory / "tokenizer_config.json", _TokenizerConfig)
+        generation = _read(model_dir / "generation_config.json", _GenerationConfig)
+        named = {name: getattr(config, name) for name in _NAMED_TOKENS}
+        eos = generation.eos_token_id
+        return cls(
+            _encoder(directory, config.added_tokens_decoder),
+            special_tokens={name: t if isinstance(t, str) else t.content for name, t in named.items() if t is not None},
+            add_bos=config.add_bos_token,
+            extra_eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+            templates=_templates(directory, config, chat_template),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer knows; the model's own vocabulary may be larger."""
+        return len(self.pieces.pieces)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt; with `add_special_tokens` exactly one BOS in front where this tokenizer uses one.
+
+        A long text takes long; call it in a thread then (it releases the GIL).
+        """
+        token_ids = self._encoder.encode(_without_surrogates(text))
+        return self._with_one_bos(token_ids) if add_special_tokens else token_ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt's text; see ChatTemplate.render. Raises ChatTemplateError."""
+        return self.template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """`render_chat`, then ids: one BOS whether the template writes it, the tokenizer adds it, or both."""
+        return self.encode(self.render_chat(messages, **options))
+
+    def fewest_tokens(self, num_bytes: int) -> int:
+        """No text of so many UTF-8 bytes has fewer tokens; 0 where nothing is known. For refusing before encoding."""
+        limit = self._encoder.bytes_per_token
+        return -(-num_bytes // limit) if limit else 0
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; bytes that are no character become U+FFFD, ids outside the vocabulary nothing."""
+        detokenizer = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
+        return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token on its own, its leading space included."""
+        return self.pieces.piece(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of an added token by its text, such as `<think>`; None when the tokenizer has no such single token."""
+        if token is None:
+            return None
+        if (token_id := self._encoder.added_tokens.get(token)) is not None:
+            return token_id
+        token_ids = self._encoder.encode(token)
+        return token_ids[0] if len(token_ids) == 1 and self.token_text(token_ids[0]) == token else None
+
+    def _with_one_bos(self, token_ids: list[int]) -> list[int]:
+        if not self._leading_ids:
+            return token_ids
+        num_bos = next((i for i, token_id in enumerate(token_ids) if token_id != self.bos_token_id), len(token_ids))
+        token_ids = token_ids[max(num_bos - 1, 0) :]
+        if token_ids[: len(self._leading_ids)] == self._leading_ids:
+            return token_ids
+        return self._leading_ids + token_ids
+
+
+def _without_surrogates(text: str) -> str:
+    """JSON can carry lone surrogates, which are no text: each becomes U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _encoder(directory: Path, added_tokens: Mapping[int, AddedToken]) -> Encoder:
+    if (path := directory / "tokenizer.json").is_file():
+        return JsonEncoder(path, added_tokens)
+    if (path := directory / "tiktoken.model").is_file():
+        return TiktokenEncoder(path, added_tokens)
+    raise CheckpointError(f"{directory}: neither tokenizer.json nor tiktoken.model is there")
+
+
+def _templates(directory: Path, config: _TokenizerConfig, chosen: str | None) -> dict[str, str]:
+    """Name to source. The flag wins, then the template files, then tokenizer_config.json."""
+    if chosen is not None:
+        try:
+            return {"default": Path(chosen).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template: {chosen} cannot be read: {error}") from error
+    templates: dict[str, str] = {}
+    if isinstance(config.chat_template, str):
+        templates["default"] = config.chat_template
+    elif config.chat_template is not None:
+        templates.update((named.name, named.template) for named in config.chat_template)
+    if (path := directory / "chat_template.jinja").is_file():
+        templates["default"] = path.read_text(encoding="utf-8")
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def _read(path: Path, kind: type[_Section]) -> _Section:
+    """A JSON file as `kind`, or its defaults when the file is not there."""
+    if not path.is_file():
+        return kind()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: {error}") from error
