@@ -40,7 +40,9 @@ def run(config: Config, engine_module: str = ENGINE_MODULE) -> int:
     """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
     _keep_standard_streams()
     _raise_open_files_limit()
+    configuration.model_directory(config)
     with bind(config.host, config.port) as listener, _engine(config, engine_module) as (engine, connection):
+        log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listener))
         try:
             code = asyncio.run(serve(config, [connection], listener))
         except KeyboardInterrupt:
@@ -65,6 +67,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise EnvironmentFault(_bind_sentence(host, port, error)) from error
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _bind_sentence(host: str, port: int, error: OSError) -> str:
