@@ -66,7 +66,7 @@ def build_model(
     shared_expert: SharedExpertPolicy = "serial",
     lanes: Lanes | None = None,
 ) -> Decoder:
-    """The model with unwritten parameters. Without a dispatcher all experts are local; without a placement each sits in its own slot."""
+    """The model with unwritten parameters. By default all experts are local, each in the slot of its own number."""
     row = next(row for row in ROWS if (row.architecture, row.model_type) == (config.architecture, config.model_type))
     model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement))
     model.shared_expert, model.lanes = shared_expert, lanes
