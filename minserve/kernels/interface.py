@@ -34,6 +34,9 @@ class AttentionMetadata:
     query_lens_host: tuple[int, ...]
     """The same as the device tensors, on the host, for planning without a sync."""
     seq_lens_host: tuple[int, ...]
+    graph: bool = False
+    """True for a decode step of a captured size, replayed or run eagerly for comparison: the tensors are the size's static
+    buffers, at the same addresses each step, and `plan_attention` refreshes in place the one plan that the graph recorded."""
 
     @property
     def decode_only(self) -> bool:

@@ -1,0 +1,306 @@
+"""Triton attention over the paged cache, grouped-query and absorbed MLA: split over the cache for decode, tiled for prefill.
+
+Lengths and pages are read on the device, so nothing is planned on the host and a captured launch stays right for any
+lengths. How a step is cut depends on its shape alone, never on its lengths: a replay equals eager bit for bit.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minserve.kernels.interface import AttentionMetadata, AttentionShape
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    q_tail,
+    cache,
+    page_table,
+    seq_lens,
+    query_start,
+    out,
+    partial,
+    partial_lse,
+    scale,
+    num_rows,
+    blocks_per_row,
+    num_splits,
+    num_heads,
+    group,
+    q_token_stride,
+    q_head_stride,
+    tail_token_stride,
+    tail_head_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    value_offset,
+    table_stride,
+    head_dim: tl.constexpr,
+    tail_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    decode: tl.constexpr,
+    split: tl.constexpr,
+    latent: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    block_tail: tl.constexpr,
+):
+    """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
+
+    Pairs of a row and key-value head are numbered token * group + head. `latent`: the value is the key's first part (MLA).
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    if decode:
+        row = block // blocks_per_row
+        begin = row
+        length = 1
+        first = (block % blocks_per_row) * block_m
+    else:
+        # Row r owns blocks from query_start[r] * group // block_m + r: enough for its pairs, and growing with r.
+        low = 0
+        high = num_rows - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tl.load(query_start + middle) * group // block_m + middle <= block:
+                low = middle
+            else:
+                high = middle - 1
+        row = low
+        begin = tl.load(query_start + row)
+        length = tl.load(query_start + row + 1) - begin
+        first = (block - begin * group // block_m - row) * block_m
+        if first >= length * group:
+            return
+    seq_len = tl.load(seq_lens + row)
+    pair = first + tl.arange(0, block_m)
+    real = pair < length * group
+    token = begin.to(tl.int64) + pair // group
+    head = kv_head * group + pair % group
+    last_visible = seq_len - length + pair // group
+    dims = tl.arange(0, block_d)
+    in_dims = dims < head_dim
+    q_tile = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
+        mask=real[:, None] & in_dims[None, :],
+        other=0.0,
+    )
+    if tail_dim > 0:
+        tails = tl.arange(0, block_tail)
+        q_tail_tile = tl.load(
+            q_tail + token[:, None] * tail_token_stride + head[:, None] * tail_head_stride + tails[None, :],
+            mask=real[:, None] & (tails < tail_dim)[None, :],
+            other=0.0,
+        )
+    stop = tl.minimum(seq_len, seq_len - length + (tl.minimum(first + block_m, length * group) - 1) // group + 1)
+    start = 0
+    if split:
+        each = tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n
+        start = part * each
+        stop = tl.minimum(stop, start + each)
+    top = tl.full([block_m], float("-inf"), tl.float32)
+    total = tl.zeros([block_m], tl.float32)
+    acc = tl.zeros([block_m, block_d], tl.float32)
+    table = page_table + row.to(tl.int64) * table_stride
+    for n in range(start, stop, block_n):
+        place = n + tl.arange(0, block_n)
+        visible = place < stop
+        if page_size % block_n == 0:
+            page = tl.load(table + n // page_size).to(tl.int64)
+            entry = page * page_stride + (n % page_size + tl.arange(0, block_n)) * token_stride + kv_head * head_stride
+        else:
+            page = tl.load(table + place // page_size, mask=visible, other=0).to(tl.int64)
+            entry = page * page_stride + (place % page_size) * token_stride + kv_head * head_stride
+        # Loads are masked, not their products: unused places of a page may hold NaN, and 0 * NaN is NaN.
+        readable = visible[:, None] & in_dims[None, :]
+        keys = tl.load(cache + entry[:, None] + dims[None, :], mask=readable, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(keys).to(q_tile.dtype), input_precision="ieee")
+        if tail_dim > 0:
+            tail_keys = tl.load(
+                cache + entry[:, None] + head_dim + tails[None, :], mask=visible[:, None] & (tails < tail_dim)[None, :], other=0.0
+            )
+            scores += tl.dot(q_tail_tile, tl.trans(tail_keys).to(q_tile.dtype), input_precision="ieee")
+        scores = tl.where(visible[None, :] & (place[None, :] <= last_visible[:, None]), scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        probabilities = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(probabilities, axis=1)
+        if latent:
+            values = keys
+        else:
+            values = tl.load(cache + entry[:, None] + value_offset + dims[None, :], mask=readable, other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
+        top = new_top
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    flat = token * num_heads + head
+    if split:
+        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        flat = flat * num_splits + part
+        tl.store(partial_lse + flat, lse, mask=real)
+        tl.store(partial + flat[:, None] * head_dim + dims[None, :], acc, mask=real[:, None] & in_dims[None, :])
+    else:
+        result = acc.to(out.dtype.element_ty)
+        tl.store(out + flat[:, None] * head_dim + dims[None, :], result, mask=real[:, None] & in_dims[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    partial, partial_lse, out, num_splits, head_dim: tl.constexpr, block_splits: tl.constexpr, block_d: tl.constexpr
+):
+    """Parts of one (token, head), weighted by their share of the softmax's sum, added in order."""
+    flat = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    parts = tl.arange(0, block_splits)
+    lse = tl.load(partial_lse + flat * num_splits + parts, mask=parts < num_splits, other=float("-inf"))
+    top = tl.max(lse, axis=0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    inside = (lse > float("-inf"))[:, None] & (dims < head_dim)[None, :]
+    values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
+    whole = tl.sum(weights, axis=0)
+    result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole > 0.0, whole, 1.0)
+    tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """How a step is cut."""
+
+    decode: bool
+    """Every row has one query token."""
+    num_splits: int
+    """Parts of each row's cache, computed side by side and then merged; 1 outside decode."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Block sizes and launch options of one kind of attention."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
+    group = shape.num_heads // shape.num_kv_heads
+    wide = shape.head_dim > 256
+    if decode:
+        return _Tiles(16 if group <= 16 else 32, 32 if wide else 64, 4, 2 if wide else 3)
+    return _Tiles(64, 32, 8, 2) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8, 2)
+
+
+MAX_SPLITS = 64
+
+
+class TritonAttention:
+    """Attention of one device. Owns no workspace: partial results come from the allocator, or the graph's pool."""
+
+    def __init__(self, num_processors: int) -> None:
+        self.num_processors = num_processors
+        """Streaming multiprocessors to keep busy."""
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> TritonPlan:
+        """Cuts the step by its shape; safe to call again, or to keep, for any lengths of the same shape."""
+        if not metadata.decode_only:
+            return TritonPlan(False, 1)
+        tiles = _tiles(shape, True)
+        rows, max_pages = metadata.page_table.shape
+        programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
+        longest = triton.cdiv(max_pages * metadata.page_size, tiles.block_n)
+        return TritonPlan(True, max(1, min(2 * self.num_processors // max(programs, 1), longest, MAX_SPLITS)))
+
+    def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
+        """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
+        return self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan)
+
+    def mla(
+        self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan
+    ) -> Tensor:
+        """q_latent [T, Hq, R] and q_rope [T, Hq, P] over cache [pages, page_size, R + P]: the mean latent [T, Hq, R]."""
+        return self._run(q_latent, q_rope, cache, (cache.stride(1), 0, 0), metadata, shape, plan)
+
+    def _run(
+        self,
+        q: Tensor,
+        q_tail: Tensor | None,
+        cache: Tensor,
+        strides: tuple[int, int, int],
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: TritonPlan,
+    ) -> Tensor:
+        """`strides`: of a token, of a key-value head, and from a key to its value."""
+        tokens, heads, head_dim = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if tokens == 0:
+            return out
+        tiles, group, rows = _tiles(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
+        blocks_per_row = triton.cdiv(group, tiles.block_m)
+        blocks = rows * blocks_per_row if plan.decode else tokens * group // tiles.block_m + rows
+        splits = plan.num_splits
+        partial = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=q.device) if splits > 1 else out
+        lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device) if splits > 1 else out
+        tail = q if q_tail is None else q_tail
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        _attention_kernel[(blocks, shape.num_kv_heads, splits)](
+            q,
+            tail,
+            cache,
+            metadata.page_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            out,
+            partial,
+            lse,
+            shape.scale * math.log2(math.e),
+            rows,
+            blocks_per_row,
+            splits,
+            heads,
+            group,
+            q.stride(0),
+            q.stride(1),
+            tail.stride(0),
+            tail.stride(1),
+            cache.stride(0),
+            *strides,
+            metadata.page_table.stride(0),
+            head_dim=head_dim,
+            tail_dim=0 if q_tail is None else q_tail.shape[2],
+            page_size=metadata.page_size,
+            decode=plan.decode,
+            split=splits > 1,
+            latent=q_tail is not None,
+            block_m=tiles.block_m,
+            block_n=tiles.block_n,
+            block_d=block_d,
+            block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        if splits > 1:
+            merge_d = min(128, block_d)
+            _merge_kernel[(tokens * heads, triton.cdiv(head_dim, merge_d))](
+                partial,
+                lse,
+                out,
+                splits,
+                head_dim=head_dim,
+                block_splits=triton.next_power_of_2(splits),
+                block_d=merge_d,
+                num_warps=4,
+            )
+        return out

@@ -1,0 +1,350 @@
+"""Triton kernels that sort (token, expert) pairs by expert and move rows, without a host sync and without atomics.
+
+A pair is token * top_k + place. Every result is the same on each run: within an expert, pairs keep their order. They know
+no matrix product; the expert kernels of both the Triton and the DeepGEMM path start and end here.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+_CHUNK = 1024
+
+
+@triton.jit
+def _count_kernel(slot_ids, counts, pairs, chunk: tl.constexpr):
+    expert = tl.program_id(0)
+    found = tl.zeros([chunk], tl.int32)
+    for start in range(0, pairs, chunk):
+        place = start + tl.arange(0, chunk)
+        found += (tl.load(slot_ids + place, mask=place < pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
+
+
+@triton.jit
+def _place_kernel(
+    slot_ids,
+    counts,
+    destinations,
+    rows,
+    tile_expert,
+    row_expert,
+    pairs,
+    num_experts,
+    capacity,
+    num_rows,
+    packed: tl.constexpr,
+    want_destinations: tl.constexpr,
+    want_rows: tl.constexpr,
+    want_tiles: tl.constexpr,
+    want_row_expert: tl.constexpr,
+    tile: tl.constexpr,
+    chunk: tl.constexpr,
+    block_experts: tl.constexpr,
+):
+    """Program e gives expert e's pairs their rows: from e * capacity, or packed, each expert's first row on a tile."""
+    expert = tl.program_id(0)
+    start = expert.to(tl.int64) * capacity
+    end = start + capacity
+    if packed:
+        all_experts = tl.arange(0, block_experts)
+        sizes = tl.load(counts + all_experts, mask=all_experts < num_experts, other=0)
+        padded = (sizes + tile - 1) // tile * tile
+        start = tl.sum(tl.where(all_experts < expert, padded, 0), axis=0).to(tl.int64)
+        end = start + tl.sum(tl.where(all_experts == expert, padded, 0), axis=0)
+    found = 0
+    for first in range(0, pairs, chunk):
+        pair = first + tl.arange(0, chunk)
+        owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
+        mine = owner == expert
+        row = start + found + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        if want_destinations:
+            tl.store(destinations + pair, row.to(tl.int32), mask=mine)
+            nobody = (pair < pairs) & ((owner < 0) | (owner >= num_experts)) & (expert == 0)
+            tl.store(destinations + pair, tl.full([chunk], -1, tl.int32), mask=nobody)
+        if want_rows:
+            tl.store(rows + row, pair, mask=mine)
+        found += tl.sum(mine.to(tl.int32), axis=0)
+    if not packed:
+        tl.store(counts + expert, found)
+    last = expert == num_experts - 1
+    limit = tl.where(last, num_rows, end)
+    if want_rows:
+        for first in range(start + found, end, chunk):
+            row = first + tl.arange(0, chunk)
+            tl.store(rows + row, tl.full([chunk], -1, tl.int32), mask=row < end)
+    if want_tiles:
+        # The last expert also marks the tiles that nobody got.
+        for first in range(start // tile, limit // tile, chunk):
+            index = first + tl.arange(0, chunk)
+            used = index * tile < start + found
+            tl.store(tile_expert + index, tl.where(used, expert, -1), mask=index < limit // tile)
+    if want_row_expert:
+        for first in range(start, limit, chunk):
+            row = first + tl.arange(0, chunk)
+            tl.store(row_expert + row, tl.where(row < end, expert, -1), mask=row < limit)
+
+
+@triton.jit
+def _counted_tiles_kernel(counts, rows, tile_expert, capacity, tiles_each: tl.constexpr, tile: tl.constexpr):
+    """The same lists for rows that already sit at e * capacity, the first counts[e] of them real."""
+    expert = tl.program_id(0)
+    index = tl.program_id(1)
+    count = tl.load(counts + expert)
+    place = index * tile + tl.arange(0, tile)
+    listed = (expert * tiles_each + index) * tile + tl.arange(0, tile)
+    tl.store(rows + listed, tl.where(place < count, expert * capacity + place, -1))
+    tl.store(tile_expert + expert * tiles_each + index, tl.where(index * tile < count, expert, -1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pairs in tiles of one expert each; unused places and tiles hold -1."""
+
+    rows: Tensor
+    """int32 [tiles * tile]: the pair at each place."""
+    expert: Tensor
+    """int32 [tiles]"""
+    tile: int
+
+
+def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
+    """slot_ids int32 [T, k] -> tiles. Few tokens get fixed room for each expert (one launch), many are packed (two)."""
+    tokens, pairs, device = slot_ids.shape[0], slot_ids.numel(), slot_ids.device
+    tiles_each = triton.cdiv(tokens, tile)
+    packed = tiles_each > 2
+    num_tiles = min(num_experts, pairs) + pairs // tile if packed else num_experts * tiles_each
+    rows = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
+    expert = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    _place(slot_ids, num_experts, packed, tile, tiles_each * tile, num_tiles * tile, rows=rows, tile_expert=expert)
+    return Tiles(rows, expert, tile)
+
+
+def tiles_of_counts(counts: Tensor, capacity: int, tile: int) -> Tiles:
+    """counts int32 [E] of rows that sit at e * capacity -> tiles of row indices."""
+    num_experts, tiles_each = counts.shape[0], triton.cdiv(capacity, tile)
+    rows = torch.empty(num_experts * tiles_each * tile, dtype=torch.int32, device=counts.device)
+    expert = torch.empty(num_experts * tiles_each, dtype=torch.int32, device=counts.device)
+    _counted_tiles_kernel[(num_experts, tiles_each)](counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1)
+    return Tiles(rows, expert, tile)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Each pair's row in a buffer sorted by expert."""
+
+    destinations: Tensor
+    """int32 [T * k]: row of each pair, -1 for none."""
+    counts: Tensor
+    """int32 [E]"""
+    num_rows: int
+    row_expert: Tensor | None
+    """contiguous: int32 [num_rows], the expert of each row, -1 beyond the last; masked: None."""
+
+
+def place_masked(slot_ids: Tensor, num_experts: int, capacity: int) -> Placement:
+    """Expert e's pairs at rows e * capacity and up."""
+    destinations = torch.empty(slot_ids.numel(), dtype=torch.int32, device=slot_ids.device)
+    num_rows = num_experts * capacity
+    counts = _place(slot_ids, num_experts, False, 1, capacity, num_rows, destinations=destinations)
+    return Placement(destinations, counts, num_rows, None)
+
+
+def place_contiguous(slot_ids: Tensor, num_experts: int, alignment: int) -> Placement:
+    """Experts one after the other, each on a multiple of `alignment`, in a buffer that fits any choice of experts."""
+    pairs = slot_ids.numel()
+    num_rows = (min(num_experts, pairs) + pairs // alignment) * alignment
+    destinations = torch.empty(pairs, dtype=torch.int32, device=slot_ids.device)
+    row_expert = torch.empty(num_rows, dtype=torch.int32, device=slot_ids.device)
+    counts = _place(slot_ids, num_experts, True, alignment, 0, num_rows, destinations=destinations, row_expert=row_expert)
+    return Placement(destinations, counts, num_rows, row_expert)
+
+
+def _place(
+    slot_ids: Tensor,
+    num_experts: int,
+    packed: bool,
+    tile: int,
+    capacity: int,
+    num_rows: int,
+    *,
+    destinations: Tensor | None = None,
+    rows: Tensor | None = None,
+    tile_expert: Tensor | None = None,
+    row_expert: Tensor | None = None,
+) -> Tensor:
+    counts = torch.empty(num_experts, dtype=torch.int32, device=slot_ids.device)
+    pairs = slot_ids.numel()
+    slot_ids = slot_ids.contiguous()
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    if packed:
+        _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=4)
+    _place_kernel[(num_experts,)](
+        slot_ids,
+        counts,
+        counts if destinations is None else destinations,
+        counts if rows is None else rows,
+        counts if tile_expert is None else tile_expert,
+        counts if row_expert is None else row_expert,
+        pairs,
+        num_experts,
+        capacity,
+        num_rows,
+        packed=packed,
+        want_destinations=destinations is not None,
+        want_rows=rows is not None,
+        want_tiles=tile_expert is not None,
+        want_row_expert=row_expert is not None,
+        tile=tile,
+        chunk=chunk,
+        block_experts=triton.next_power_of_2(num_experts),
+        num_warps=4,
+    )
+    return counts
+
+
+@triton.jit
+def _move_rows_kernel(
+    source,
+    target,
+    scales,
+    where,
+    width,
+    source_stride,
+    top_k,
+    group_rows,
+    scale_group_stride,
+    scale_column_stride,
+    mapping: tl.constexpr,
+    gated: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
+    blocks: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Item i's row: 0 all (i), 1 scatter (from i // top_k to where[i]), 2 listed (where[i]), 3 counted (i, if where says so)."""
+    item = tl.program_id(0).to(tl.int64)
+    origin = item
+    row = item
+    if mapping == 1:
+        origin = item // top_k
+        row = tl.load(where + item).to(tl.int64)
+    if mapping == 2:
+        row = tl.load(where + item).to(tl.int64)
+        origin = row
+    if mapping == 3:
+        row = tl.where(item % group_rows < tl.load(where + item // group_rows), item, -1)
+    if row < 0:
+        return
+    index = tl.program_id(1) * blocks + tl.arange(0, blocks)
+    columns = index[:, None] * block + tl.arange(0, block)[None, :]
+    inside = columns < width
+    values = tl.load(source + origin * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        up = tl.load(source + origin * source_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values * tl.sigmoid(values) * up
+    if quantize:
+        scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-4) / fp8_max
+        values = values / scale[:, None]
+        place = scales + (row // group_rows) * scale_group_stride + index * scale_column_stride + row % group_rows
+        tl.store(place, scale, mask=index * block < width)
+    tl.store(target + row * width + columns, values.to(target.dtype.element_ty), mask=inside)
+
+
+Mapping = Literal["all", "scatter", "listed", "counted"]
+
+
+def move_rows(
+    source: Tensor,
+    num_rows: int,
+    *,
+    mapping: Mapping = "all",
+    where: Tensor | None = None,
+    items: int | None = None,
+    top_k: int = 1,
+    groups: int = 1,
+    gated: bool = False,
+    quantize: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of source [N, W] moved into a new [num_rows, W], optionally through SiLU-and-multiply ([N, 2W]) and into FP8.
+
+    mapping: "all" row i to row i; "scatter" row i // top_k to row where[i] for `items` pairs, -1 skipped; "listed" row
+    where[i] to itself; "counted" the first where[g] rows of each group. Rows that nothing goes to stay as allocated.
+    With `quantize`, the second result holds fp32 scales [groups, num_rows / groups, W / 128], rows fastest and padded to
+    four, as DeepGEMM reads them; amax is at least 1e-4, scale = amax / 448.
+    """
+    width = source.shape[-1] // (2 if gated else 1)
+    group_rows = num_rows // groups
+    target = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn if quantize else source.dtype, device=source.device)
+    scales, columns, padded_rows = None, triton.cdiv(width, FP8_BLOCK), triton.cdiv(group_rows, 4) * 4
+    if quantize:
+        scales = torch.empty(groups, columns, padded_rows, dtype=torch.float32, device=source.device)
+    items = num_rows if items is None else items
+    if items:
+        blocks = min(8, triton.next_power_of_2(columns))
+        _move_rows_kernel[(items, triton.cdiv(columns, blocks))](
+            source,
+            target,
+            target if scales is None else scales,
+            target if where is None else where,
+            width,
+            source.stride(-2),
+            top_k,
+            max(group_rows, 1),
+            columns * padded_rows,
+            padded_rows,
+            mapping={"all": 0, "scatter": 1, "listed": 2, "counted": 3}[mapping],
+            gated=gated,
+            quantize=quantize,
+            fp8_max=FP8_MAX,
+            blocks=blocks,
+            block=FP8_BLOCK,
+            num_warps=4,
+        )
+    if scales is None:
+        return target, None
+    return target, scales.transpose(1, 2)[:, :group_rows]
+
+
+@triton.jit
+def _combine_kernel(
+    y, where, weights, out, width, top_k: tl.constexpr, direct: tl.constexpr, block: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    acc = tl.zeros([block], tl.float32)
+    for place in tl.static_range(top_k):
+        pair = token * top_k + place
+        row = tl.load(where + pair).to(tl.int64)
+        chosen = row >= 0
+        if direct:
+            row = pair
+        weight = tl.load(weights + pair, mask=chosen, other=0.0)
+        acc += weight * tl.load(y + row * width + columns, mask=inside & chosen, other=0.0).to(tl.float32)
+    tl.store(out + token * width + columns, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(y: Tensor, where: Tensor, weights: Tensor, *, direct: bool) -> Tensor:
+    """out[t] = sum over places of weights[t, place] * y[row of the pair], in order, in fp32: [T, H].
+
+    y [rows, H], weights fp32 [T, k]; where int32 [T * k] is each pair's row, or with `direct` any sign (the row is the pair
+    itself); pairs with a negative one add nothing, whatever lies there.
+    """
+    tokens, top_k = weights.shape
+    out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
+    if tokens:
+        block = min(1024, triton.next_power_of_2(y.shape[1]))
+        _combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
+            y, where, weights.contiguous(), out, y.shape[1], top_k=top_k, direct=direct, block=block, num_warps=4
+        )
+    return out
