@@ -1,4 +1,4 @@
-"""Drives a model step by step over a paged cache, as the runtime does but without choices of its own.
+"""Loads a model and drives it step by step over a paged cache, as the runtime does but without choices of its own.
 
 Unwritten cache is NaN and pages are handed out in disorder, so a read of the wrong place shows.
 """
@@ -6,15 +6,21 @@ Unwritten cache is NaN and pages are handed out in disorder, so a read of the wr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minserve.capture_flags import EAGER, CaptureFlags
-from minserve.kernels.interface import AttentionMetadata, kv_page_shape
+from minserve.kernels import reference
+from minserve.kernels.interface import AttentionMetadata, Kernels, kv_page_shape
+from minserve.models.decoder import Decoder
 from minserve.models.forward_context import ForwardContext
+from minserve.models.model_config import ModelConfig, load_model_config
+from minserve.models.registry import build_model
+from minserve.models.weights import load_weights, open_checkpoint
 
 DUMMY_PAGE = 0
 
@@ -22,9 +28,9 @@ DUMMY_PAGE = 0
 class PagedSteps:
     """One cache and the requests in it."""
 
-    def __init__(self, model: Any, kernels: Any, *, page_size: int = 64, num_pages: int = 200) -> None:
+    def __init__(self, model: Decoder, kernels: Kernels | None = None, *, page_size: int = 64, num_pages: int = 200) -> None:
         self.model = model
-        self.kernels = kernels
+        self.kernels = kernels or reference.cpu()
         self.page_size = page_size
         shape = (num_pages, *kv_page_shape(model.attention_shape, page_size))
         parameter = next(model.parameters())
@@ -93,3 +99,26 @@ class PagedSteps:
             query_lens_host=tuple(lengths),
             seq_lens_host=tuple(seq_lens),
         )
+
+
+def load(
+    directory: Path,
+    kernels: Kernels | None = None,
+    *,
+    config: Callable[[ModelConfig], ModelConfig] = lambda config: config,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Decoder:
+    """A checkpoint's model on the CPU, ready to run; `config` may change what config.json said."""
+    checkpoint = open_checkpoint(directory)
+    model = build_model(
+        config(load_model_config(directory)),
+        checkpoint.formats,
+        kernels or reference.cpu(),
+        dtype,
+        torch.device("cpu"),
+        **options,
+    )
+    load_weights(model, checkpoint)
+    model.finish_load()
+    return model
