@@ -81,6 +81,10 @@ def read_header(path: Path) -> list[StoredTensor]:
     return tensors
 
 
+def count_bytes(count: int) -> str:
+    return f"{count:,} byte{'' if count == 1 else 's'}"
+
+
 def parse_strict_json(body: bytes, decode: Any) -> Any:
     """`decode(body)`, refusing repeated keys too; ValueError or RecursionError says why. `decode` is a msgspec decoder."""
     try:
@@ -114,7 +118,7 @@ def _read_header_bytes(path: Path) -> tuple[int, bytes]:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             if len(first) < 8:
-                raise CheckpointError(f"{path}: {size:,} bytes are too few for a safetensors file; it is cut short")
+                raise CheckpointError(f"{path}: {count_bytes(size)} are too few for a safetensors file; it is cut short")
             (length,) = struct.unpack("<Q", first)
             if _LFS_POINTER.startswith(first):
                 raise CheckpointError(f"{path} is a Git LFS pointer and not the weights; fetch them with `git lfs pull`")
@@ -124,14 +128,14 @@ def _read_header_bytes(path: Path) -> tuple[int, bytes]:
                 )
             if 8 + length > size:
                 raise CheckpointError(
-                    f"{path}: the file ends inside its header: {8 + length - size:,} bytes missing "
+                    f"{path}: the file ends inside its header: {count_bytes(8 + length - size)} missing "
                     f"(header of {length:,} bytes, file of {size:,})"
                 )
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if len(raw) < length:
-        raise CheckpointError(f"{path}: {length - len(raw):,} bytes of the header vanished while it was read")
+        raise CheckpointError(f"{path}: {count_bytes(length - len(raw))} of the header vanished while it was read")
     return size, raw
 
 
@@ -166,7 +170,7 @@ def _prove_entry(path: Path, name: str, entry: _Entry, data_start: int) -> Store
     expected_bits = math.prod(entry.shape) * bits
     if expected_bits % 8 or expected_bits // 8 != end - begin:
         raise CheckpointError(
-            f"{path}: {name} has {end - begin:,} bytes, but {entry.dtype} {entry.shape} takes {expected_bits / 8:,.10g}"
+            f"{path}: {name} has {count_bytes(end - begin)}, but {entry.dtype} {entry.shape} takes {expected_bits / 8:,.10g}"
         )
     return StoredTensor(name, path, entry.dtype, tuple(entry.shape), data_start + begin, data_start + end)
 
@@ -176,15 +180,17 @@ def _prove_layout(path: Path, tensors: list[StoredTensor], data_start: int, size
     position, before = data_start, "the header"
     for tensor in tensors:
         if tensor.begin < position:
-            raise CheckpointError(f"{path}: {tensor.name} overlaps {before} by {position - tensor.begin:,} bytes")
+            raise CheckpointError(f"{path}: {tensor.name} overlaps {before} by {count_bytes(position - tensor.begin)}")
         if tensor.begin > position:
             raise CheckpointError(
-                f"{path}: {tensor.begin - position:,} bytes between {before} and {tensor.name} belong to no tensor"
+                f"{path}: {count_bytes(tensor.begin - position)} between {before} and {tensor.name} belong to no tensor"
             )
         position, before = tensor.end, tensor.name
     if size < position:
-        raise CheckpointError(f"{path}: {position - size:,} bytes missing (the header needs {position:,}, the file has {size:,})")
+        raise CheckpointError(
+            f"{path}: {count_bytes(position - size)} missing (the header needs {position:,}, the file has {size:,})"
+        )
     if size > position:
         raise CheckpointError(
-            f"{path}: {size - position:,} bytes too many (the header needs {position:,}, the file has {size:,})"
+            f"{path}: {count_bytes(size - position)} too many (the header needs {position:,}, the file has {size:,})"
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minserve.errors import CheckpointError
 from minserve.models.formats import BLOCK, blocks
-from minserve.models.safetensors_header import StoredTensor
+from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 PIECE_BYTES = 16 << 20
 """Tensors are read in row ranges of about this size: unit of parallelism, of progress and of staging memory."""
@@ -135,7 +135,7 @@ class WeightReader:
             except OSError as error:
                 raise CheckpointError(f"{tensor.file}: reading {tensor.name} failed: {error.strerror}") from None
             if count == 0:
-                raise CheckpointError(f"{tensor.file}: {view.nbytes:,} bytes of {tensor.name} vanished while the file was read")
+                raise CheckpointError(f"{tensor.file}: {count_bytes(view.nbytes)} of {tensor.name} vanished while it was read")
             view, offset = view[count:], offset + count
 
 
