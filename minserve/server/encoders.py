@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import tiktoken
 import tokenizers
 
 from minserve.errors import CheckpointError
+from minserve.server.detokenizer import Detokenizer
 from minserve.server.token_pieces import TokenPieces, byte_level_alphabet, pieces_of_decoder
 
 RESERVED_TOKENS = 256
@@ -76,6 +77,7 @@ class JsonEncoder:
         special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.pieces = pieces_of_decoder(sections.get("decoder"), self._tokenizer.get_vocab(with_added_tokens=True), special)
         self.bytes_per_token = self._longest_text(sections)
+        self._prove_pieces(path)
 
     def encode(self, text: str) -> list[int]:
         # encode_batch_fast and not encode: it releases the GIL, so that a long text does not stop the server.
@@ -88,9 +90,18 @@ class JsonEncoder:
         start = next((start for start in starts if processed[start : start + len(plain)] == plain), 0)
         return list(processed[:start])
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """The library's own decode: what the pieces must agree with."""
+    def library_decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """What the pieces must agree with, whole texts only."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _prove_pieces(self, path: Path) -> None:
+        """Raises CheckpointError when the library decodes a sample of the vocabulary otherwise than the pieces do."""
+        size = len(self.pieces.pieces)
+        sample = range(0, size, max(size // 1024, 1))
+        detokenizer = Detokenizer(self.pieces, skip_special_tokens=True)
+        text = "".join([*map(detokenizer.push, sample), detokenizer.flush()])
+        if text != self.library_decode(sample, skip_special_tokens=True):
+            raise CheckpointError(f"{path}: its decoder does not do what its steps say; this kind of tokenizer is not supported")
 
     def _add_missing(self, path: Path, added_tokens: Mapping[int, AddedToken]) -> None:
         for token_id, token in sorted(added_tokens.items()):

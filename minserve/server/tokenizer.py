@@ -13,7 +13,7 @@ import msgspec
 
 from minserve.errors import CheckpointError, UsageError
 from minserve.server.chat_template import ChatTemplate
-from minserve.server.detokenizer import Detokenizer
+from minserve.server.detokenizer import Detokenizer, TextStream
 from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder
 from minserve.server.token_pieces import TokenPieces
 
@@ -138,6 +138,25 @@ class Tokenizer:
         """The text of ids; bytes that are no character become U+FFFD, ids outside the vocabulary nothing."""
         detokenizer = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        continues_text: bool = False,
+    ) -> TextStream:
+        """A new TextStream: one request's output, token by token. `continues_text`: a completion that goes on in a prompt."""
+        return TextStream(
+            self.pieces,
+            skip_special_tokens=skip_special_tokens,
+            stop=stop,
+            include_stop=include_stop,
+            min_tokens=min_tokens,
+            continues_text=continues_text,
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token on its own, its leading space included."""
