@@ -28,16 +28,16 @@ _COMMON = {
     "moe_intermediate_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
 }
-_MLA = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+_MLA = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 8.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 256,
     "beta_fast": 32,
     "beta_slow": 1,
 }
@@ -228,7 +228,7 @@ def save_checkpoint(name: str, model: Any, directory: Path, *, tokenizer: bool =
     if config.get("num_nextn_predict_layers"):
         tensors |= _prediction_layer(tensors, config["num_hidden_layers"])
     if name == "deepseek_v2":
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer:
