@@ -57,6 +57,10 @@ class Fields:
         raw = self._raw.get(name)
         return None if raw is None else decode_value(raw, self.param(name))
 
+    def values(self) -> dict[str, Any]:
+        """All fields, decoded."""
+        return {name: self.value(name) for name in self._raw}
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self.value(name)
         if value is None:

@@ -41,12 +41,20 @@ class CompletionRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChatRequest:
-    options: Options
+class Chat:
+    """A conversation and how its template is to write it."""
+
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
+    continue_final_message: bool
     template_arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRequest:
+    options: Options
+    chat: Chat
 
 
 def parse_completion(body: bytes, facts: ModelFacts) -> CompletionRequest:
@@ -72,11 +80,20 @@ def parse_chat(body: bytes, facts: ModelFacts) -> ChatRequest:
     if top and not wanted:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     options = _options(fields, facts, model, echo=False, logprobs=(top or 0) if wanted else None)
+    return ChatRequest(options, parse_conversation(fields))
+
+
+def parse_conversation(fields: Fields) -> Chat:
+    """What a chat template is given."""
     tools = parse_tools(fields)
     if _tool_choice(fields) == "none":
         tools = None
-    messages = parse_messages(fields)
-    return ChatRequest(options, messages, tools, fields.boolean("add_generation_prompt", True), template_arguments(fields))
+    continued = fields.boolean("continue_final_message", False)
+    generation_prompt = fields.boolean("add_generation_prompt", not continued)
+    if continued and generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise bad_request(message, "continue_final_message")
+    return Chat(parse_messages(fields), tools, generation_prompt, continued, _template_arguments(fields))
 
 
 def parse_prompts(fields: Fields, facts: ModelFacts) -> list[str | list[int]]:
@@ -113,7 +130,7 @@ def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None
     return ids
 
 
-def template_arguments(fields: Fields) -> dict[str, Any]:
+def _template_arguments(fields: Fields) -> dict[str, Any]:
     """`chat_template_kwargs`, without the names that the server itself gives to templates."""
     value = fields.value("chat_template_kwargs")
     if value is None:

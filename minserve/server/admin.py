@@ -1,0 +1,169 @@
+"""The endpoints that do not generate: health, models, tokenising, metrics, control. Knows HTTP, and engines only by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from minserve import __version__
+from minserve import config as configuration
+from minserve.server import metrics, openai
+from minserve.server.api_errors import ApiError, bad_request, unavailable
+from minserve.server.bodies import BodyReader
+from minserve.server.exchange import Exchange
+from minserve.server.fields import Fields, decode_object
+from minserve.server.front import Front
+from minserve.server.generate import INLINE_BYTES
+from minserve.server.loaded_model import LoadedModel
+from minserve.server.prompts import render
+
+
+class AdminEndpoints:
+    def __init__(self, front: Front, bodies: BodyReader) -> None:
+        self._front = front
+        self._bodies = bodies
+
+    async def health(self, exchange: Exchange) -> web.StreamResponse:
+        """Alive: this process answers and no engine is stuck. A model that loads is alive."""
+        illness = self._front.illness()
+        if illness is not None:
+            raise unavailable(f"Not healthy: {illness}", "unhealthy")
+        return exchange.json({"status": "ok", "phase": self._front.phase})
+
+    async def ready(self, exchange: Exchange) -> web.StreamResponse:
+        """Requests are welcome: neither loading nor draining, and alive."""
+        if self._front.phase == "draining":
+            raise unavailable("The server is shutting down", "draining")
+        self._front.loaded()
+        illness = self._front.illness()
+        if illness is not None:
+            raise unavailable(f"Not healthy: {illness}", "unhealthy")
+        return exchange.json({"status": "ready"})
+
+    async def version(self, exchange: Exchange) -> web.StreamResponse:
+        return exchange.json({"version": __version__})
+
+    async def metrics(self, exchange: Exchange) -> web.StreamResponse:
+        page = self._front.loaded().metrics.page()
+        return web.Response(body=page, headers={**exchange.headers, "Content-Type": metrics.CONTENT_TYPE})
+
+    async def models(self, exchange: Exchange) -> web.StreamResponse:
+        model = self._front.loaded()
+        return exchange.json({"object": "list", "data": [_card(model, name) for name in model.facts.names]})
+
+    async def model(self, exchange: Exchange, name: str) -> web.StreamResponse:
+        model = self._front.loaded()
+        if name not in model.facts.names:
+            raise openai.unknown_model(name, model.facts)
+        return exchange.json(_card(model, name))
+
+    async def server_info(self, exchange: Exchange) -> web.StreamResponse:
+        """The effective settings, and of each rank what it said at its start and what it says now."""
+        model = self._front.loaded()
+        now = await self._front.engines.call_all("server_info")
+        ranks = [
+            {
+                "rank": rank,
+                "model_type": ready.model_type,
+                "vocab_size": ready.vocab_size,
+                "max_model_len": ready.max_model_len,
+                "max_num_seqs": ready.max_num_seqs,
+                "num_pages": ready.num_pages,
+                "page_size": ready.page_size,
+                "startup_seconds": ready.startup_seconds,
+                "info": ready.info,
+                "now": live,
+            }
+            for rank, (ready, live) in enumerate(zip(model.ranks, now, strict=True))
+        ]
+        settings = configuration.printable(self._front.config)
+        answer = {"version": __version__, "phase": self._front.phase, "config": settings, "ranks": ranks}
+        return exchange.json({**answer, "context_length": model.facts.context_length, "served": model.facts.names})
+
+    async def tokenize(self, exchange: Exchange) -> web.StreamResponse:
+        """`{"prompt"}` or `{"messages"}` to `{"tokens", "count", "max_model_len"}`."""
+        model = self._front.loaded()
+
+        def work(body: bytes) -> dict[str, Any]:
+            fields = decode_object(body)
+            text, special = _text_to_tokenize(fields, model)
+            tokens = model.tokenizer.encode(text, special)
+            strings = (
+                [model.tokenizer.token_text(token) for token in tokens] if fields.boolean("return_token_strs", False) else None
+            )
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts.context_length, "token_strs": strings}
+
+        async with self._bodies.body(exchange.request) as body:
+            if len(body) <= INLINE_BYTES:
+                return exchange.json(work(body))
+            return exchange.json(await self._front.off_loop(lambda: work(body), len(body)))
+
+    async def detokenize(self, exchange: Exchange) -> web.StreamResponse:
+        """`{"tokens"}` to `{"prompt"}`."""
+        model = self._front.loaded()
+
+        def work(body: bytes) -> dict[str, Any]:
+            fields = decode_object(body)
+            raw = fields.raw("tokens")
+            if raw is None:
+                raise bad_request("tokens is required", "tokens")
+            tokens = openai.token_ids(raw, "tokens", model.facts)
+            return {"prompt": model.tokenizer.decode(tokens, fields.boolean("skip_special_tokens", False))}
+
+        async with self._bodies.body(exchange.request) as body:
+            if len(body) <= INLINE_BYTES:
+                return exchange.json(work(body))
+            return exchange.json(await self._front.off_loop(lambda: work(body), len(body)))
+
+    async def abort_request(self, exchange: Exchange) -> web.StreamResponse:
+        """Ends answers by `request_id` (an answer's id, or the x-request-id it was asked with), or all with `abort_all`."""
+        self._front.loaded()
+        async with self._bodies.body(exchange.request) as body:
+            fields = decode_object(body)
+        wanted = fields.string("request_id") or fields.string("rid")
+        if not (everything := fields.boolean("abort_all", False)) and wanted is None:
+            raise bad_request("request_id is required", "request_id")
+        under_way = list(self._front.generations.values())
+        chosen = [one for one in under_way if everything or wanted in (one.id, one.request_id)]
+        for generation in chosen:
+            generation.abort("api", ApiError(499, "The request was aborted", code="request_aborted"))
+        return exchange.json({"aborted": len(chosen)})
+
+    async def flush_cache(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._called(exchange, "flush_cache")
+
+    async def start_profile(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._called(exchange, "start_profile")
+
+    async def stop_profile(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._called(exchange, "stop_profile")
+
+    async def _called(self, exchange: Exchange, method: str) -> web.StreamResponse:
+        """Passes a control call on to every engine; its body, if any, is the arguments."""
+        self._front.loaded()
+        arguments: dict[str, Any] = {}
+        if exchange.request.body_exists:
+            async with self._bodies.body(exchange.request) as body:
+                arguments = decode_object(body).values() if body.strip() else {}
+        return exchange.json({"success": True, "ranks": await self._front.engines.call_all(method, arguments)})
+
+
+def _card(model: LoadedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.facts.created,
+        "owned_by": "minserve",
+        "root": model.facts.root,
+        "max_model_len": model.facts.context_length,
+    }
+
+
+def _text_to_tokenize(fields: Fields, model: LoadedModel) -> tuple[str, bool]:
+    if fields.has("messages"):
+        return render(openai.parse_conversation(fields), model), fields.boolean("add_special_tokens", True)
+    prompt = fields.string("prompt")
+    if prompt is None:
+        raise bad_request("prompt or messages is required", "prompt")
+    return prompt, fields.boolean("add_special_tokens", True)

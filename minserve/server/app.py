@@ -1,0 +1,183 @@
+"""The front's life: listen, load, serve, drain, leave with an exit code. Knows nothing of what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from minserve.config import Config
+from minserve.errors import ExitCode
+from minserve.server.api_errors import unavailable
+from minserve.server.engine_client import Death
+from minserve.server.engine_pool import EnginePool
+from minserve.server.front import Front
+from minserve.server.http import HttpServer
+from minserve.server.slow_readers import SlowReaders
+
+log = logging.getLogger("minserve.server")
+
+LISTEN_BACKLOG = 4096
+"""Connections of a burst that may wait to be accepted; the kernel caps it at net.core.somaxconn."""
+_SWEEP_SECONDS = 1.0
+_ENGINES_LEAVE_WITHIN = 5.0
+_CONNECTIONS_CLOSE_WITHIN = 1.0
+
+
+async def serve(config: Config, engine_sockets: list[socket.socket], listen_socket: socket.socket) -> ExitCode:
+    """Serve until a signal or a death; the code that the process is to leave with. Both kinds of socket are closed after.
+
+    From the first moment on HTTP is answered, with 503 while engines and tokenizer load. SIGTERM and SIGINT drain: new requests
+    get 503, those under way have `drain_timeout` seconds, then the engines are told to leave; a second signal leaves at once.
+    Raises CheckpointError or UsageError when the tokenizer cannot be loaded.
+    """
+    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests))
+    slow_readers = SlowReaders()
+    url = _url(config.host, listen_socket.getsockname()[1])
+    try:
+        async with _listening(HttpServer(front, slow_readers), listen_socket):
+            with _signals() as signals:
+                return await _live(front, engine_sockets, slow_readers, signals, url)
+    finally:
+        front.close()
+
+
+class _Signals:
+    """The signals that came, and a way to wait for the first and the second."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.leave = asyncio.Event()
+        self.leave_at_once = asyncio.Event()
+
+    def came(self, number: signal.Signals) -> None:
+        if self.first is None:
+            self.first = number
+            self.leave.set()
+        else:
+            self.leave_at_once.set()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    """Takes SIGTERM and SIGINT for as long as it is open. Only a process's main thread can; elsewhere none come."""
+    signals = _Signals()
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    for number in numbers:
+        loop.add_signal_handler(number, signals.came, number)
+    try:
+        yield signals
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowReaders, signals: _Signals, url: str) -> ExitCode:
+    """From loading to the exit code. The engines' sockets are closed on every way out."""
+    loading = asyncio.create_task(_load(front, sockets, url))
+    sweeping = asyncio.create_task(_sweep(front, slow_readers))
+    leaving = asyncio.create_task(signals.leave.wait())
+    waiting: set[asyncio.Future[Any]] = {loading, sweeping, leaving, front.engines.death}
+    try:
+        while True:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if front.engines.death.done():
+                return _mourn(front.engines.death.result())
+            if sweeping.done():
+                return _mourn(sweeping.result())
+            if leaving.done():
+                return await _leave(front, signals)
+            loading.result()  # raises what made the load fail
+            waiting.discard(loading)
+    finally:
+        for task in (loading, sweeping, leaving):
+            task.cancel()
+        await asyncio.gather(loading, sweeping, leaving, return_exceptions=True)
+        front.engines.close()
+
+
+async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
+    """The engines start in their own processes while the tokenizer is read here."""
+    starting = asyncio.create_task(front.engines.start(sockets))
+    try:
+        tokenizer = await front.load_tokenizer()
+        model = front.become_ready(tokenizer, await starting)
+    finally:
+        starting.cancel()
+    log.info("ready: %s, context of %d tokens, at %s", model.facts.name, model.facts.context_length, url)
+    example = '{"messages": [{"role": "user", "content": "What is 23 + 58?"}]}'
+    log.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, example)
+
+
+async def _sweep(front: Front, slow_readers: SlowReaders) -> Death:
+    """Every second: cut off clients that do not read. Returns when an engine has been silent for the watchdog's time."""
+    while True:
+        await asyncio.sleep(_SWEEP_SECONDS)
+        slow_readers.sweep()
+        rank, silence = front.engines.silence()
+        if silence > front.config.watchdog_timeout:
+            return Death(rank, ExitCode.RANK_DIED, f"the watchdog fired: engine {rank} has said nothing for {silence:.0f} s")
+
+
+def _mourn(death: Death) -> ExitCode:
+    log.error("%s", death.message or f"engine {death.rank} ended without a word")
+    return death.exit_code
+
+
+async def _leave(front: Front, signals: _Signals) -> ExitCode:
+    """Drain, then tell the engines to leave. A second signal cuts either short."""
+    first = signals.first
+    code = ExitCode.INTERRUPTED if first is signal.SIGINT else ExitCode.OK
+    was_ready, front.phase = front.phase == "ready", "draining"
+    if was_ready:
+        timeout = front.config.drain_timeout
+        log.info("%s: draining for at most %g s; a second signal leaves at once", first.name if first else "", timeout)
+    at_once = asyncio.create_task(signals.leave_at_once.wait())
+    try:
+        others = (at_once, front.engines.death)
+        if was_ready and not await _finished(front.quiet(), others, front.config.drain_timeout):
+            log.warning("%d answers are cut off", len(front.generations))
+            for generation in list(front.generations.values()):
+                generation.abort("drain", unavailable("The server is shutting down", "draining"))
+        if was_ready and not signals.leave_at_once.is_set():
+            await _finished(front.engines.shut_down(_ENGINES_LEAVE_WITHIN), others, 2 * _ENGINES_LEAVE_WITHIN)
+    finally:
+        at_once.cancel()
+    if front.engines.death.done():
+        return _mourn(front.engines.death.result())
+    return code
+
+
+async def _finished(work: Coroutine[Any, Any, None], others: tuple[asyncio.Future[Any], ...], timeout: float) -> bool:
+    """Whether `work` came to its end before any of `others` and within `timeout` seconds; else it is cancelled."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, *others}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finished = task.done()
+    task.cancel()
+    return finished
+
+
+def _url(host: str, port: int) -> str:
+    """Where this machine reaches the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def _listening(server: HttpServer, listen_socket: socket.socket) -> AsyncIterator[None]:
+    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=_CONNECTIONS_CLOSE_WITHIN)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listen_socket, backlog=LISTEN_BACKLOG).start()
+        yield
+    finally:
+        await runner.cleanup()
+        listen_socket.close()

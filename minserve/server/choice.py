@@ -1,0 +1,108 @@
+"""One choice of an answer: the engine's token outputs become pieces of text. Knows nothing of JSON, HTTP or other choices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minserve.request import FinishReason, TokenLogprobs, TokenOutput
+from minserve.server.api_errors import ApiError
+from minserve.server.detokenizer import Detokenizer, TextStream
+from minserve.server.options import Options
+from minserve.server.token_pieces import TokenPieces
+
+
+class Piece(NamedTuple):
+    """What is new in a choice. Without text only at its end, or where tokens give none."""
+
+    text: str
+    token_ids: list[int]
+    """New tokens since the last piece, those whose text is still held back included."""
+    logprobs: list[TokenLogprobs]
+    offsets: list[int]
+    """For each log-probability: characters of output text before its token."""
+    finish_reason: str | None = None
+
+
+class Choice:
+    """The state of one choice from its first token to its end."""
+
+    def __init__(self, options: Options, pieces: TokenPieces) -> None:
+        self._include_stop = options.include_stop
+        self._text = TextStream(
+            pieces,
+            skip_special_tokens=options.skip_special_tokens,
+            stop=options.stop,
+            include_stop=options.include_stop,
+            min_tokens=options.sampling.min_tokens,
+            continues_text=True,
+        )
+        self._offset_text = None
+        if options.engine_logprobs is not None:
+            skip = options.skip_special_tokens
+            self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
+        self._num_characters = 0
+        self._pending = Piece("", [], [], [])
+        self.num_tokens = 0
+        """Output tokens that count: none after a stop string."""
+        self.finish_reason: str | None = None
+        self.stopped_early = False
+        """Set when the text ended the choice and the engine does not know yet."""
+        self.cached_tokens = 0
+        self.sum_logprobs = 0.0
+        """Over the output tokens, when log-probabilities were asked for."""
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def feed(self, output: TokenOutput) -> list[Piece]:
+        """New pieces, one for each token that made text visible. Raises ApiError when the engine gave this choice up."""
+        if self.finish_reason is not None:
+            return []
+        self.cached_tokens += output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is FinishReason.ERROR:
+            raise ApiError(500, output.error or "The engine failed on this request", code="engine_error")
+        if output.finish_reason is FinishReason.ABORT:
+            raise ApiError(499, "The request was aborted", code="request_aborted")
+        made: list[Piece] = []
+        hidden = self._hidden_token(output)
+        for number, token_id in enumerate(output.token_ids):
+            self._note(token_id, output.logprobs[number] if output.logprobs else None)
+            text = self._text.push((token_id,)) if number != hidden else ""
+            if self._text.stopped is not None:
+                self.stopped_early = output.finish_reason is None
+                made.append(self._end(text, "stop"))
+                return made
+            if text:
+                made.append(self._take(text, None))
+        if output.finish_reason is not None:
+            rest = self._text.finish()
+            made.append(self._end(rest, "stop" if self._text.stopped is not None else output.finish_reason.value))
+        return made
+
+    def _hidden_token(self, output: TokenOutput) -> int:
+        """The position of a stop token that ended the choice: it counts, but its text is not part of the answer."""
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            return len(output.token_ids) - 1
+        return -1
+
+    def _note(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.num_tokens += 1
+        self._pending.token_ids.append(token_id)
+        if logprobs is not None and self._offset_text is not None:
+            self._pending.logprobs.append(logprobs)
+            self._pending.offsets.append(self._num_characters)
+            self._num_characters += len(self._offset_text.push(token_id))
+            self.sum_logprobs += logprobs.logprob
+
+    def _end(self, text: str, reason: str) -> Piece:
+        self.finish_reason = reason
+        if self._text.stopped is not None:
+            surplus = self.num_tokens - self._text.stopped.num_tokens
+            for entries in self._pending[1:4] if surplus else ():
+                del entries[-surplus:]
+            self.num_tokens -= surplus
+        return self._take(text, reason)
+
+    def _take(self, text: str, finish_reason: str | None) -> Piece:
+        pending, self._pending = self._pending, Piece("", [], [], [])
+        return Piece(text, pending.token_ids, pending.logprobs, pending.offsets, finish_reason)

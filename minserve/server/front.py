@@ -1,0 +1,132 @@
+"""The state that all handlers share: settings, engines, the loaded model, and whether requests are welcome. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+from minserve import config as configuration
+from minserve.config import Config
+from minserve.messages import Ready
+from minserve.server.api_errors import ApiError, unavailable
+from minserve.server.engine_pool import EnginePool
+from minserve.server.generation import Generation
+from minserve.server.loaded_model import LoadedModel
+from minserve.server.metrics import Metrics
+from minserve.server.model_facts import ModelFacts
+from minserve.server.tokenizer import Tokenizer
+
+MOST_HEALTHY_SILENCE = 60.0
+"""Seconds without a word from an engine, which speaks every second and after every step, before /health fails."""
+HEAVY_BYTES = 1 << 18
+"""Work on more text than this has its own threads, so that it never stands before shorter texts."""
+_THREADS = 2
+
+T = TypeVar("T")
+
+
+class Front:
+    """One server process's shared state. All methods belong to the event loop's thread."""
+
+    def __init__(self, config: Config, engines: EnginePool) -> None:
+        self.config = config
+        self.engines = engines
+        self.phase: Literal["loading", "ready", "draining"] = "loading"
+        self.model: LoadedModel | None = None
+        self.generations: dict[str, Generation] = {}
+        """Answers under way, by their id."""
+        self._light = ThreadPoolExecutor(_THREADS, thread_name_prefix="minserve-text")
+        self._heavy = ThreadPoolExecutor(_THREADS, thread_name_prefix="minserve-long-text")
+        self._num_active = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    async def load_tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError or UsageError."""
+        config = self.config
+        directory = configuration.model_directory(config)
+        return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template))
+
+    def become_ready(self, tokenizer: Tokenizer, ranks: list[Ready]) -> LoadedModel:
+        """From now on requests are served."""
+        config = self.config
+        end_ids = [end for ready in ranks for end in ready.eos_token_ids] + list(tokenizer.eos_token_ids)
+        vocab_size = min(ready.vocab_size for ready in ranks)
+        facts = ModelFacts(
+            names=config.served_model_name or (config.model,),
+            root=config.model,
+            created=int(time.time()),
+            vocab_size=vocab_size,
+            context_length=min(min(ready.max_model_len, ready.num_pages * ready.page_size) for ready in ranks),
+            stop_token_ids=tuple(end for end in dict.fromkeys(end_ids) if end < vocab_size),
+        )
+        pages = [ready.num_pages for ready in ranks]
+        metrics = Metrics(config.metrics_prefix, facts.name, self.engines, pages, ranks[0].startup_seconds)
+        self.model = LoadedModel(tokenizer, facts, metrics, tuple(ranks))
+        if self.phase == "loading":
+            self.phase = "ready"
+        return self.model
+
+    def loaded(self) -> LoadedModel:
+        """The model. Raises ApiError 503 while it loads."""
+        if self.model is None:
+            starting = self.engines.engines[0].starting
+            progress = f" ({starting.phase}, {starting.fraction:.0%})" if starting is not None else ""
+            raise unavailable(f"The model is still loading{progress}; try again later", "loading")
+        return self.model
+
+    @contextlib.contextmanager
+    def accepted(self) -> Iterator[LoadedModel]:
+        """Around a request that may generate: the drain waits for it. Raises ApiError 503 when none is welcome, 429 when full."""
+        if self.phase == "draining":
+            raise unavailable("The server is shutting down", "draining")
+        model = self.loaded()
+        self.engines.admit()
+        self._num_active += 1
+        self._quiet.clear()
+        try:
+            yield model
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Returns once no accepted request is left."""
+        await self._quiet.wait()
+
+    @contextlib.contextmanager
+    def under_way(self, generation: Generation) -> Iterator[Generation]:
+        """Around the writing of an answer: however it is left, nothing of it stays in the engines."""
+        self.generations[generation.id] = generation
+        try:
+            yield generation
+        except ApiError:
+            generation.abort("error")
+            raise
+        finally:
+            generation.abort("client_gone")
+            del self.generations[generation.id]
+
+    async def off_loop(self, work: Callable[[], T], num_bytes: int = 0) -> T:
+        """Run what takes long in a thread, while the event loop goes on; `num_bytes` tells how long."""
+        threads = self._heavy if num_bytes > HEAVY_BYTES else self._light
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def illness(self) -> str | None:
+        """Why the server is not healthy: an engine that ended or has been silent for too long."""
+        if self.engines.death.done():
+            return f"engine {self.engines.death.result().rank} has ended"
+        rank, silence = self.engines.silence()
+        limit = min(MOST_HEALTHY_SILENCE, self.config.watchdog_timeout / 4)
+        if silence > limit:
+            return f"engine {rank} has said nothing for {silence:.0f} s; it speaks every second when it is well"
+        return None
+
+    def close(self) -> None:
+        for threads in (self._light, self._heavy):
+            threads.shutdown(wait=False, cancel_futures=True)

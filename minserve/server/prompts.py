@@ -1,0 +1,58 @@
+"""Checked requests become token ids, long texts in a thread. Knows nothing of HTTP or engines."""
+
+from __future__ import annotations
+
+from minserve.server import openai
+from minserve.server.api_errors import bad_request
+from minserve.server.chat_template import ChatTemplateError
+from minserve.server.generation import Prompt
+from minserve.server.loaded_model import LoadedModel
+from minserve.server.options import Options
+from minserve.server.prompt_limits import check_length
+
+
+def prepare_completion(body: bytes, model: LoadedModel) -> tuple[Options, list[Prompt]]:
+    """A body of /v1/completions, down to token ids. Raises ApiError."""
+    request = openai.parse_completion(body, model.facts)
+    made = []
+    for index, prompt in enumerate(request.prompts):
+        param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, str):
+            made.append(Prompt(encode(prompt, request.add_special_tokens, model, param), prompt))
+        else:
+            made.append(Prompt(prompt, None))
+    return request.options, made
+
+
+def prepare_chat(body: bytes, model: LoadedModel) -> tuple[Options, list[Prompt]]:
+    """A body of /v1/chat/completions, down to token ids. Raises ApiError."""
+    request = openai.parse_chat(body, model.facts)
+    text = render(request.chat, model)
+    return request.options, [Prompt(encode(text, True, model, "messages"), text)]
+
+
+def render(chat: openai.Chat, model: LoadedModel) -> str:
+    """A conversation as the model's template writes it. Raises ApiError when the template refuses."""
+    try:
+        return model.tokenizer.template.render(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            template_kwargs=chat.template_arguments,
+        )
+    except ChatTemplateError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def encode(text: str, add_special_tokens: bool, model: LoadedModel, param: str) -> list[int]:
+    """Token ids, at least one and fewer than the context length. What is far too long is refused before it is tokenised."""
+    limit = model.facts.context_length
+    check_length(model.tokenizer.fewest_tokens(len(text)), limit, param, at_least=True)
+    token_ids = model.tokenizer.encode(text, add_special_tokens)
+    if not token_ids:
+        raise bad_request(f"{param} is empty, and this model has no start token to begin from", param)
+    check_length(len(token_ids), limit, param)
+    if max(token_ids) >= model.facts.vocab_size:
+        raise bad_request(f"{param} holds a token that the model does not have (id {max(token_ids)})", param)
+    return token_ids
