@@ -98,6 +98,10 @@ class RouterConfig:
     """routed_scaling_factor as the family applies it; always folded into the weights here, exactly once."""
 
 
+def _nothing_to_forget() -> None:
+    """For stacks whose plans keep nothing."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
     """One named stack. Each entry's contract is the reference's docstring in reference.py."""
@@ -125,13 +129,16 @@ class Kernels:
     write_mla: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(latent view [T, R], k_rope view [T, P], cache [pages, page_size, R + P], slot_mapping int64 [T])"""
     plan_attention: Callable[[AttentionMetadata, AttentionShape], Any]
-    """Host work before the forward; its result is `ForwardContext.attention_plan` and the next two's last argument."""
+    """Host work before the forward, once a step, replays included, on the stream of the forward and outside any capture; its
+    result is `ForwardContext.attention_plan` and the next two's last argument. With `metadata.graph` it is one object a size."""
     gqa_attention: Callable[[Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q [T, Hq, D], cache, metadata, shape, plan) -> [T, Hq, D]; causal within the row."""
     mla_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
     keeps_fp8: bool = False
     """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
+    forget_graphs: Callable[[], None] = _nothing_to_forget
+    """Call when captured graphs are destroyed: `plan_attention` then starts afresh with `metadata.graph`."""
 
 
 KVLayerShape = tuple[int, ...]

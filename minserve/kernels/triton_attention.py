@@ -137,10 +137,7 @@ def _attention_kernel(
         probabilities = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(probabilities, axis=1)
-        if latent:
-            values = keys
-        else:
-            values = tl.load(cache + entry[:, None] + value_offset + dims[None, :], mask=readable, other=0.0)
+        values = keys if latent else tl.load(cache + entry[:, None] + value_offset + dims[None, :], mask=readable, other=0.0)
         acc = acc * shrink[:, None]
         acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
         top = new_top
@@ -227,7 +224,13 @@ class TritonAttention:
         return self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan)
 
     def mla(
-        self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: TritonPlan,
     ) -> Tensor:
         """q_latent [T, Hq, R] and q_rope [T, Hq, P] over cache [pages, page_size, R + P]: the mean latent [T, Hq, R]."""
         return self._run(q_latent, q_rope, cache, (cache.stride(1), 0, 0), metadata, shape, plan)

@@ -1,4 +1,4 @@
-"""Triton kernels that write a step's keys and values into the paged cache. Negative slots are skipped."""
+"""Triton kernels that write a step's keys and values into the paged cache (negative slots are skipped) and list its pages."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -82,3 +82,27 @@ def write_mla(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tenso
     """latent view [T, R] and k_rope view [T, P] into cache [pages, page_size, R + P] at slot_mapping int64 [T]."""
     rope = k_rope.unsqueeze(1)
     _write(latent.unsqueeze(1), rope, cache, slot_mapping, cache.shape[1], cache.stride(1), latent.shape[1])
+
+
+@triton.jit
+def _list_pages_kernel(
+    page_table, seq_lens, pages, num_rows, page_size, table_stride, block_rows: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0)
+    rows = tl.arange(0, block_rows)
+    counts = (tl.load(seq_lens + rows, mask=rows < num_rows, other=0) + page_size - 1) // page_size
+    start = tl.sum(tl.where(rows < row, counts, 0), axis=0)
+    count = tl.sum(tl.where(rows == row, counts, 0), axis=0)
+    for first in range(0, count, block):
+        place = first + tl.arange(0, block)
+        values = tl.load(page_table + row.to(tl.int64) * table_stride + place, mask=place < count)
+        tl.store(pages + start + place, values, mask=place < count)
+
+
+def list_pages(page_table: Tensor, seq_lens: Tensor, page_size: int, pages: Tensor) -> None:
+    """The pages of all rows one after the other into int32 `pages`, which must hold as many as the rows use."""
+    rows = page_table.shape[0]
+    block_rows = triton.next_power_of_2(rows)
+    _list_pages_kernel[(rows,)](
+        page_table, seq_lens, pages, rows, page_size, page_table.stride(0), block_rows=block_rows, block=128, num_warps=4
+    )

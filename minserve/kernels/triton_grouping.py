@@ -134,7 +134,9 @@ def tiles_of_counts(counts: Tensor, capacity: int, tile: int) -> Tiles:
     num_experts, tiles_each = counts.shape[0], triton.cdiv(capacity, tile)
     rows = torch.empty(num_experts * tiles_each * tile, dtype=torch.int32, device=counts.device)
     expert = torch.empty(num_experts * tiles_each, dtype=torch.int32, device=counts.device)
-    _counted_tiles_kernel[(num_experts, tiles_each)](counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1)
+    _counted_tiles_kernel[(num_experts, tiles_each)](
+        counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1
+    )
     return Tiles(rows, expert, tile)
 
 
@@ -316,9 +318,7 @@ def move_rows(
 
 
 @triton.jit
-def _combine_kernel(
-    y, where, weights, out, width, top_k: tl.constexpr, direct: tl.constexpr, block: tl.constexpr
-):
+def _combine_kernel(y, where, weights, out, width, top_k: tl.constexpr, direct: tl.constexpr, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

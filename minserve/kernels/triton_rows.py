@@ -47,7 +47,20 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _turn_heads(
-    source, target, token, heads, num_heads, token_stride, head_stride, cos, sin, dims, partner, sign, turning, head_dim: tl.constexpr
+    source,
+    target,
+    token,
+    heads,
+    num_heads,
+    token_stride,
+    head_stride,
+    cos,
+    sin,
+    dims,
+    partner,
+    sign,
+    turning,
+    head_dim: tl.constexpr,
 ):
     inside = (heads < num_heads)[:, None] & (dims < head_dim)[None, :]
     start = source + token * token_stride + heads[:, None] * head_stride

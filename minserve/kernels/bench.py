@@ -1,0 +1,305 @@
+"""Times the kernels at the sizes of published models: `python -m minserve.kernels.bench [--only TEXT] [--warm]` on a GPU.
+
+Prints microseconds, achieved GB/s or TFLOP/s and the share of the ceiling; the last line is JSON. Times are of CUDA-graph
+replays over several input sets, so neither launch gaps nor a warm L2 flatter them. Knows no model and no step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minserve.kernels import torch_gpu, triton_experts, triton_linear
+from minserve.kernels.deep_gemm_products import DeepGemmProducts, Limits
+from minserve.kernels.flashinfer_attention import FlashInferAttention
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, LinearWeight, RouterConfig, kv_page_shape
+from minserve.kernels.triton_attention import TritonAttention
+from minserve.kernels.triton_grouping import move_rows
+
+COPY_GIGABYTES = 4300.0
+"""Ceiling of memory-bound kernels, GB/s: a device-to-device copy on one H200, reads and writes counted."""
+BF16_TERAFLOPS = 790.0
+FP8_TERAFLOPS = 1300.0
+_DEVICE = torch.device("cuda")
+_BF16 = torch.bfloat16
+_Call = Callable[[], object]
+_Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
+_Linear = Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table: calls that do the same work on different memory."""
+
+    name: str
+    path: str
+    make: Callable[[], Sequence[_Call]]
+    gigabytes: float = 0.0
+    """Bytes that one call must move, in GB; 0 where the launch is what counts."""
+    teraflops: float = 0.0
+    fp8: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One measured line."""
+
+    name: str
+    path: str
+    microseconds: float
+    gigabytes_per_second: float
+    teraflops_per_second: float
+    share: float
+    """Of the ceiling that bounds it: the larger of the two shares."""
+
+
+def graph_microseconds(calls: Sequence[_Call], replays: int = 10) -> float:
+    """Time of one call, from replays of a graph that holds all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for call in calls]
+    for _ in range(3):
+        graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    del kept
+    return float(start.elapsed_time(end)) * 1e3 / (replays * len(calls))
+
+
+def measure(case: Case) -> Result:
+    us = graph_microseconds(case.make())
+    bandwidth, rate = case.gigabytes / us * 1e6, case.teraflops / us * 1e6
+    share = max(bandwidth / COPY_GIGABYTES, rate / (FP8_TERAFLOPS if case.fp8 else BF16_TERAFLOPS))
+    return Result(case.name, case.path, us, bandwidth, rate, share)
+
+
+def random_fp8(*shape: int) -> tuple[Tensor, Tensor]:
+    """Weights [..., N, K] and block scales fp32 [..., N / 128, K / 128], rounded up, whose products have std about 0.02."""
+    weight = (torch.randn(shape, device=_DEVICE, dtype=_BF16) * 64).to(torch.float8_e4m3fn)
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    return weight, torch.rand(blocks, device=_DEVICE) * 3e-4 + 1.5e-4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """A model's routed experts."""
+
+    model: str
+    experts: int
+    hidden: int
+    inner: int
+    top_k: int
+
+
+QWEN3 = ExpertSizes("qwen3-30b", 128, 2048, 768, 8)
+MOONLIGHT = ExpertSizes("moonlight", 64, 2048, 1408, 6)
+DEEPSEEK = ExpertSizes("deepseek-v3", 256, 7168, 2048, 8)
+
+
+def random_experts(sizes: ExpertSizes, fp8: bool) -> ExpertWeights:
+    e, h, i = sizes.experts, sizes.hidden, sizes.inner
+    if fp8:
+        (w13, s13), (w2, s2) = random_fp8(e, 2 * i, h), random_fp8(e, h, i)
+        return ExpertWeights(w13, w2, s13, s2)
+    w13, w2 = (torch.empty(shape, device=_DEVICE, dtype=_BF16).normal_(std=0.02) for shape in ((e, 2 * i, h), (e, h, i)))
+    return ExpertWeights(w13, w2)
+
+
+def expert_paths(tokens: int, fp8: bool) -> dict[str, _Experts]:
+    """The rival ways to compute a step's experts."""
+    masked = DeepGemmProducts(Limits(triton_tokens=0, masked_tokens=1 << 30))
+    contiguous = DeepGemmProducts(Limits(triton_tokens=0, masked_tokens=0))
+    paths: dict[str, _Experts] = {}
+    if tokens <= 16:
+        paths["vector"] = triton_experts.experts_vector
+    if tokens <= 4096 or not fp8:
+        paths["tiled"] = triton_experts.experts_tiled
+    if 4 <= tokens <= 256:
+        paths["masked"] = masked.experts_flat
+    if tokens >= 256:
+        paths["contiguous"] = contiguous.experts_flat
+    return paths
+
+
+def expert_cases(sizes: ExpertSizes, fp8: bool, batches: Sequence[int]) -> Iterator[Case]:
+    weights: list[ExpertWeights] = []
+
+    def make(function: _Experts, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[_Call]:
+        if not weights:
+            weights.append(random_experts(sizes, fp8))
+        return [partial(function, x, ids, shares, weights[0]) for x, ids, shares in inputs]
+
+    per_expert = 3 * sizes.hidden * sizes.inner * (1 if fp8 else 2)
+    for tokens in batches:
+        inputs = []
+        for _ in range(6 if tokens <= 256 else 1):
+            ids = torch.rand(tokens, sizes.experts, device=_DEVICE).topk(sizes.top_k).indices.int()
+            x = torch.randn(tokens, sizes.hidden, device=_DEVICE, dtype=_BF16)
+            inputs.append((x, ids, torch.rand(tokens, sizes.top_k, device=_DEVICE)))
+        hit = sum(len(ids.unique()) for _, ids, _ in inputs) / len(inputs)
+        flops = 6.0 * tokens * sizes.top_k * sizes.hidden * sizes.inner
+        name = f"experts {sizes.model} {'fp8' if fp8 else 'bf16'} x{tokens}"
+        for path, function in expert_paths(tokens, fp8).items():
+            yield Case(name, path, partial(make, function, inputs), hit * per_expert / 1e9, flops / 1e12, fp8)
+
+
+def linear_cases(name: str, n: int, k: int, batches: Sequence[int]) -> Iterator[Case]:
+    copies = max(2, min(16, (256 << 20) // (n * k)))
+    deep_gemm = DeepGemmProducts(Limits(triton_linear_rows=0))
+
+    def make(function: _Linear, fp8: bool, tokens: int) -> list[_Call]:
+        x = torch.randn(tokens, k, device=_DEVICE, dtype=_BF16)
+        plain = [LinearWeight(torch.randn(n, k, device=_DEVICE, dtype=_BF16)) for _ in range(0 if fp8 else copies)]
+        scaled = [LinearWeight(*random_fp8(n, k)) for _ in range(copies if fp8 else 0)]
+        return [partial(function, x, weight, None) for weight in plain + scaled]
+
+    for tokens in batches:
+        paths: dict[str, _Linear] = {
+            "bf16 torch": triton_linear.linear,
+            "fp8 triton": triton_linear.linear,
+            "fp8 deep_gemm": deep_gemm.linear,
+        }
+        for path, function in paths.items():
+            fp8 = path.startswith("fp8")
+            size = n * k * (1 if fp8 else 2) / 1e9
+            label = f"linear {name} {n}x{k} x{tokens}"
+            yield Case(label, path, partial(make, function, fp8, tokens), size, 2e-12 * tokens * n * k, fp8)
+
+
+def attention_metadata(query_lens: Sequence[int], seq_lens: Sequence[int], page_size: int = 64) -> tuple[AttentionMetadata, int]:
+    """A step over shuffled pages, and the number of pages its cache needs."""
+    counts = [-(-length // page_size) for length in seq_lens]
+    order = (torch.randperm(sum(counts)) + 1).to(torch.int32).split(counts)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, pages in enumerate(order):
+        table[row, : len(pages)] = pages
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    metadata = AttentionMetadata(
+        starts.to(_DEVICE),
+        torch.tensor(seq_lens, dtype=torch.int32, device=_DEVICE),
+        table.to(_DEVICE),
+        torch.zeros(sum(query_lens), dtype=torch.int64, device=_DEVICE),
+        page_size,
+        tuple(query_lens),
+        tuple(seq_lens),
+        graph=all(length == 1 for length in query_lens),
+    )
+    return metadata, sum(counts) + 1
+
+
+def attention_cases(name: str, shape: AttentionShape, rows: int, query: int, length: int) -> Iterator[Case]:
+    latent = shape.kind == "mla"
+    width = shape.head_dim + shape.rope_dim if latent else 2 * shape.num_kv_heads * shape.head_dim
+    size = 2.0 * rows * length * width / 1e9
+    per_pair = 2 * shape.head_dim + shape.rope_dim
+    flops = 2.0 * shape.num_heads * per_pair * rows * query * (length - query / 2 if query > 1 else length)
+    triton = TritonAttention(torch.cuda.get_device_properties(_DEVICE).multi_processor_count)
+
+    def make(path: str) -> list[_Call]:
+        metadata, pages = attention_metadata([query] * rows, [length] * rows)
+        attention: Any = triton if path == "triton" else FlashInferAttention(_DEVICE, triton, 1, 1)
+        plan = attention.plan(metadata, shape)
+        q = torch.randn(query * rows, shape.num_heads, shape.head_dim, device=_DEVICE, dtype=_BF16)
+        tail = torch.randn(query * rows, shape.num_heads, shape.rope_dim, device=_DEVICE, dtype=_BF16)
+        page = kv_page_shape(shape, metadata.page_size)
+        caches = [torch.randn(pages, *page, device=_DEVICE, dtype=_BF16) for _ in range(max(1, min(16, int(0.4 / size))))]
+        if latent:
+            return [partial(attention.mla, q, tail, cache, metadata, shape, plan) for cache in caches]
+        return [partial(attention.gqa, q, cache, metadata, shape, plan) for cache in caches]
+
+    for path in ("triton", "flashinfer"):
+        yield Case(f"attention {name} {rows}x{query} over {length}", path, partial(make, path), size, flops / 1e12)
+
+
+def row_cases(tokens: int) -> Iterator[Case]:
+    kernels = torch_gpu.torch_gpu(_DEVICE)
+    x, residual = (torch.randn(tokens, 2048, device=_DEVICE, dtype=_BF16) for _ in range(2))
+    gain, head_gain = (torch.ones(size, device=_DEVICE, dtype=_BF16) for size in (2048, 128))
+    qkv = torch.randn(tokens, 40, 128, device=_DEVICE, dtype=_BF16)
+    table, positions = torch.randn(4096, 128, device=_DEVICE), torch.randint(0, 4096, (tokens,), device=_DEVICE)
+    cache = torch.zeros(64, 2, 64, 4, 128, device=_DEVICE, dtype=_BF16)
+    slots = torch.arange(tokens, device=_DEVICE)
+    logits, wide = torch.randn(tokens, 128, device=_DEVICE), torch.randn(tokens, 256, device=_DEVICE)
+    router, groups = RouterConfig(8, "softmax", normalize=True), RouterConfig(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
+    calls: dict[str, _Call] = {
+        "add_rms_norm 2048": partial(kernels.add_rms_norm, x, residual, gain, 1e-6),
+        "rms_norm 32 heads": partial(kernels.rms_norm, qkv[:, :32], head_gain, 1e-6),
+        "rotary 32 + 4 heads": partial(kernels.rotary, qkv[:, :32], qkv[:, 32:36], table, positions, False),
+        "write_gqa 4 heads": partial(kernels.write_gqa, qkv[:, 32:36], qkv[:, 36:], cache, slots),
+        "route 128, top 8": partial(kernels.route, logits, None, router),
+        "route 256, 8 groups": partial(kernels.route, wide, wide[0], groups),
+        "quantize 2048": partial(move_rows, x, tokens, quantize=True),
+    }
+    for name, call in calls.items():
+        yield Case(f"rows {name} x{tokens}", "triton", partial(_repeat, call))
+
+
+def _repeat(call: _Call) -> list[_Call]:
+    return [call] * 20
+
+
+def all_cases() -> Iterator[Case]:
+    for tokens in (1, 128):
+        yield from row_cases(tokens)
+    gqa, mla = AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5), AttentionShape("mla", 16, 1, 512, 64, 192**-0.5)
+    for rows, length in ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (1, 32768), (16, 8192)):
+        yield from attention_cases("gqa 32/4x128", gqa, rows, 1, length)
+        yield from attention_cases("mla 16x576", mla, rows, 1, length)
+    yield from attention_cases("gqa 32/4x128", gqa, 8, 1024, 1024)
+    yield from attention_cases("mla 16x576", mla, 8, 1024, 1024)
+    for name, n, k in (("qwen3 qkv", 5120, 2048), ("qwen3 o", 2048, 4096), ("deepseek o", 7168, 16384)):
+        yield from linear_cases(name, n, k, (1, 8, 32, 128))
+    for sizes in (QWEN3, MOONLIGHT):
+        yield from expert_cases(sizes, False, (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192))
+    yield from expert_cases(QWEN3, True, (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192))
+    yield from expert_cases(DEEPSEEK, True, (1, 8, 32, 128))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name or path contains this")
+    parser.add_argument("--warm", action="store_true", help="compile every case's kernels and time nothing")
+    options = parser.parse_args(arguments)
+    results = []
+    for case in all_cases():
+        label = f"{case.name:40s} {case.path:14s}"
+        if options.only not in label:
+            continue
+        try:
+            if options.warm:
+                for call in case.make()[:1]:
+                    call()
+                continue
+            result = measure(case)
+        except Exception as error:
+            sys.stdout.write(f"{label} failed: {type(error).__name__}: {error}\n")
+            continue
+        results.append(result)
+        sys.stdout.write(
+            f"{label} {result.microseconds:9.1f} us {result.gigabytes_per_second:7.0f} GB/s "
+            f"{result.teraflops_per_second:7.1f} TFLOP/s {result.share:6.1%}\n"
+        )
+        sys.stdout.flush()
+    sys.stdout.write(json.dumps([dataclasses.asdict(result) for result in results]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""DeepGEMM's products: FP8 linear layers and the routed experts, masked for decode and contiguous for prefill.
+
+The one place that knows DeepGEMM's names. Compiles on the first call of a shape, so each captured size must be warmed up;
+calls never synchronise. Shapes and types that DeepGEMM has no kernel for go to Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import deep_gemm
+import torch
+from torch import Tensor
+
+from minserve.kernels import triton_experts, triton_linear
+from minserve.kernels.interface import ExpertWeights, LinearWeight
+from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
+
+CONTIGUOUS_ALIGNMENT = 128
+"""Rows of one block of the contiguous product, which belongs to one expert."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """The library's operations under one set of names; its versions spell them differently."""
+
+    dense_fp8: Callable[..., None]
+    """(x, scales), (weight, scales), out"""
+    masked_fp8: Callable[..., None]
+    """(x, scales), (weight, scales), out, counts, expected rows"""
+    masked_bf16: Callable[..., None]
+    """x, weight, out, counts, expected rows"""
+    contiguous_fp8: Callable[..., None]
+    """(x, scales), (weight, scales), out, expert of each row"""
+    contiguous_bf16: Callable[..., None]
+    """x, weight, out, expert of each row"""
+
+
+def calls(library: Any = deep_gemm) -> Calls:
+    """The names of the installed version: 0.1.4 says `fp8_fp4` where later ones say `fp8`."""
+    masked = ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
+    return Calls(
+        dense_fp8=library.fp8_gemm_nt,
+        masked_fp8=next(getattr(library, name) for name in masked if hasattr(library, name)),
+        masked_bf16=library.m_grouped_bf16_gemm_nt_masked,
+        contiguous_fp8=library.m_grouped_fp8_gemm_nt_contiguous,
+        contiguous_bf16=library.m_grouped_bf16_gemm_nt_contiguous,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Which path takes how many rows, measured on an H200."""
+
+    triton_linear_rows: int = 8
+    """FP8 linear: up to so many rows, widening weights in registers beats quantising activations first."""
+    triton_tokens: int = 8
+    """Experts: up to so many tokens go to Triton."""
+    masked_tokens: int = 256
+    """Experts: up to so many tokens the masked product, beyond it the contiguous one. Masked buffers hold E * tokens rows."""
+
+
+class DeepGemmProducts:
+    """Linear and expert entries of the kernel table. Holds no buffer."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.calls = calls()
+        self.limits = limits or Limits()
+
+    def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+        """x [..., K] times weight [N, K] transposed, plus bias [N]. Beyond a few rows FP8 weights meet FP8 activations."""
+        if weight.scale is None or x.dtype != torch.bfloat16:
+            return triton_linear.linear(x, weight, bias)
+        n_size, k_size = weight.weight.shape
+        rows = x.reshape(-1, k_size)
+        if rows.shape[0] <= self.limits.triton_linear_rows or n_size % 64 or k_size % FP8_BLOCK:
+            return triton_linear.linear(x, weight, bias)
+        quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
+        assert scales is not None
+        out = torch.empty(rows.shape[0], n_size, dtype=x.dtype, device=x.device)
+        self.calls.dense_fp8((quantised, scales[0]), (weight.weight, weight.scale), out)
+        out = out.view(*x.shape[:-1], n_size)
+        return out if bias is None else out + bias
+
+    def experts_flat(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
+        tokens = x.shape[0]
+        if tokens <= self.limits.triton_tokens or not _fits(x, experts):
+            return triton_experts.experts_flat(x, slot_ids, weights, experts)
+        x, num_experts = x.contiguous(), experts.w13.shape[0]
+        if tokens <= self.limits.masked_tokens:
+            place = place_masked(slot_ids, num_experts, tokens)
+        else:
+            place = place_contiguous(slot_ids, num_experts, CONTIGUOUS_ALIGNMENT)
+        expected = max(1, -(-slot_ids.numel() // num_experts))
+        fp8, groups = experts.w13_scale is not None, 1 if place.row_expert is not None else num_experts
+        moved = move_rows(
+            x,
+            place.num_rows,
+            mapping="scatter",
+            where=place.destinations,
+            items=slot_ids.numel(),
+            top_k=slot_ids.shape[1],
+            groups=groups,
+            quantize=fp8,
+        )
+        hidden = self._product(moved, experts.w13, experts.w13_scale, place, expected)
+        moved = move_rows(
+            hidden,
+            place.num_rows,
+            mapping="listed",
+            where=place.destinations,
+            items=slot_ids.numel(),
+            groups=groups,
+            gated=True,
+            quantize=fp8,
+        )
+        y = self._product(moved, experts.w2, experts.w2_scale, place, expected)
+        return combine(y, place.destinations, weights, direct=False)
+
+    def experts_masked(self, x: Tensor, counts: Tensor, experts: ExpertWeights) -> Tensor:
+        """x [E, M, H], of which the first counts[e] rows are real, through expert e: [E, M, H]; other rows are unspecified."""
+        num_experts, capacity, width = x.shape
+        flat = x.reshape(num_experts * capacity, width)
+        if not _fits(x, experts):
+            return triton_experts.experts_masked(x, counts, experts)
+        place = Placement(counts, counts, num_experts * capacity, None)
+        fp8, expected = experts.w13_scale is not None, min(capacity, 32)
+        moved: tuple[Tensor, Tensor | None] = (flat, None)
+        if fp8:
+            moved = move_rows(flat, place.num_rows, mapping="counted", where=counts, groups=num_experts, quantize=True)
+        hidden = self._product(moved, experts.w13, experts.w13_scale, place, expected)
+        moved = move_rows(hidden, place.num_rows, mapping="counted", where=counts, groups=num_experts, gated=True, quantize=fp8)
+        return self._product(moved, experts.w2, experts.w2_scale, place, expected).view(x.shape)
+
+    def _product(
+        self, moved: tuple[Tensor, Tensor | None], weight: Tensor, scale: Tensor | None, place: Placement, expected: int
+    ) -> Tensor:
+        """Rows sorted by expert [rows, K] times each one's expert [E, N, K]: [rows, N]."""
+        rows, row_scales = moved
+        num_experts, n_size, k_size = weight.shape
+        out = torch.empty(rows.shape[0], n_size, dtype=torch.bfloat16, device=rows.device)
+        if place.row_expert is not None:
+            if scale is None or row_scales is None:
+                self.calls.contiguous_bf16(rows, weight, out, place.row_expert)
+            else:
+                self.calls.contiguous_fp8((rows, row_scales[0]), (weight, scale), out, place.row_expert)
+            return out
+        grouped, grouped_out = rows.view(num_experts, -1, k_size), out.view(num_experts, -1, n_size)
+        if scale is None or row_scales is None:
+            self.calls.masked_bf16(grouped, weight, grouped_out, place.counts, expected)
+        else:
+            self.calls.masked_fp8((grouped, row_scales), (weight, scale), grouped_out, place.counts, expected)
+        return out
+
+
+def _fits(x: Tensor, experts: ExpertWeights) -> bool:
+    """Both products have K a multiple of the block (FP8) or of 64, rows in bf16, and something to do."""
+    width, inner = experts.w2.shape[1:]
+    step = FP8_BLOCK if experts.w13_scale is not None else 64
+    return x.dtype == torch.bfloat16 and x.numel() > 0 and width % step == 0 and inner % step == 0

@@ -1,0 +1,29 @@
+"""The `hopper` stack: FlashInfer attention, DeepGEMM products, Triton for the rest. Imports both vendor libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from minserve.kernels import torch_gpu
+from minserve.kernels.deep_gemm_products import DeepGemmProducts
+from minserve.kernels.flashinfer_attention import FlashInferAttention
+from minserve.kernels.interface import Kernels
+from minserve.kernels.triton_attention import TritonAttention
+
+
+def hopper(device: torch.device, name: str = "hopper") -> Kernels:
+    """The stack's table for one device; owns FlashInfer's workspaces, so make one a process. bf16 models only gain by it."""
+    triton = TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
+    attention, products = FlashInferAttention(device, triton), DeepGemmProducts()
+    return dataclasses.replace(
+        torch_gpu.build(name, triton),
+        linear=products.linear,
+        experts_flat=products.experts_flat,
+        experts_masked=products.experts_masked,
+        plan_attention=attention.plan,
+        gqa_attention=attention.gqa,
+        mla_attention=attention.mla,
+        forget_graphs=attention.forget_graphs,
+    )
