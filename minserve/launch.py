@@ -16,6 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,15 +42,15 @@ def run(config: Config, engine_module: str = ENGINE_MODULE) -> int:
     """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
     _keep_standard_streams()
     _raise_open_files_limit()
-    configuration.model_directory(config)
-    with bind(config.host, config.port) as listener, _engine(config, engine_module) as (engine, connection):
-        log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listener))
-        try:
+    _leave_on_sigterm()
+    with bind(config.host, config.port) as listener:
+        configuration.model_directory(config)
+        with _engine(config, engine_module) as (engine, connection):
+            log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listener))
             code = asyncio.run(serve(config, [connection], listener))
-        except KeyboardInterrupt:
-            return ExitCode.INTERRUPTED
-        if code == ExitCode.RANK_DIED:
-            log.error("%s", _cause_of_death(engine))
+            _leave_on_sigterm()  # serve drained on signals and has given them back
+            if code == ExitCode.RANK_DIED:
+                log.error("%s", _cause_of_death(engine))
     return code
 
 
@@ -148,6 +150,16 @@ def vendor_library_folders() -> list[str]:
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     return [str(path) for root in roots for folder in _LIBRARY_FOLDERS if (path := Path(root) / folder).is_dir()]
+
+
+def _leave_on_sigterm() -> None:
+    """Before and after serving there is nothing to drain: SIGTERM leaves like an exception, through what ends the engine."""
+
+    def leave(_number: int, _frame: types.FrameType | None) -> None:
+        raise SystemExit(ExitCode.OK)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
 
 
 def _keep_standard_streams() -> None:

@@ -85,8 +85,7 @@ def test_an_engine_that_does_not_leave_is_killed(tmp_path: Path, fake_engine: st
 
 
 def test_an_engine_that_cannot_even_start_does_not_break_the_front(fake_engine: str) -> None:
-    with launch._engine(Config(), fake_engine) as (process, connection):
-        assert connection.recv(1) == b""
+    with launch._engine(Config(), fake_engine) as (process, _):
         assert launch._cause_of_death(process) == f"engine 0 (pid {process.pid}) ended with exit code 1"
 
 

@@ -1,0 +1,261 @@
+"""How a real server starts, fails, is told to stop, and dies: exit codes, sentences, and that no process is left behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from server_process import ServerProcess, serving, start
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture
+def model(tiny_dir: Checkpoint) -> str:
+    return str(tiny_dir("qwen3_moe"))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "server.log"
+
+
+def run(*arguments: str, timeout: float = 90.0) -> tuple[int, str]:
+    """Exit code and stderr of a launch that ends by itself."""
+    command = [sys.executable, "-m", "minserve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+def gone(process: psutil.Process, within: float) -> None:
+    deadline = time.monotonic() + within
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {process.pid} still runs after {within} s"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def stream(model: str, log: Path) -> Iterator[tuple[ServerProcess, http.client.HTTPResponse]]:
+    """A server in the middle of a stream that would take very long to end by itself."""
+    with serving(model, "--max-model-len", "2048", log=log) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.readline().startswith(b"data: ")
+        try:
+            yield server, response
+        finally:
+            connection.close()
+
+
+def test_an_unknown_flag_exits_2_with_the_nearest_match() -> None:
+    code, said = run("launch", "--max-modell-len", "5")
+    assert code == 2
+    assert said == "minserve: error: --max-modell-len is no setting of minserve; did you mean --max-model-len?\n"
+
+
+def test_a_busy_port_exits_3_and_is_named(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = run("launch", model, "--port", str(port))
+    assert code == 3
+    assert f"port {port} on 127.0.0.1 is in use" in said
+
+
+def test_a_missing_checkpoint_exits_4(tmp_path: Path) -> None:
+    code, said = run("launch", str(tmp_path / "nothing"), "--port", "0")
+    assert code == 4
+    assert "no such directory" in said
+
+
+def test_a_damaged_checkpoint_exits_4_with_the_file_that_is_damaged(model: str, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in Path(model).iterdir():
+        content = file.read_bytes()
+        (damaged / file.name).write_bytes(content[:-1] if file.suffix == ".safetensors" else content)
+    code, said = run("launch", str(damaged), "--port", "0")
+    assert code == 4
+    assert "model.safetensors" in said
+    assert "missing" in said
+
+
+def test_an_unsupported_architecture_exits_4_and_names_it(model: str, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    settings = json.loads((Path(model) / "config.json").read_text()) | {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+    }
+    (foreign / "config.json").write_text(json.dumps(settings))
+    code, said = run("launch", str(foreign), "--port", "0")
+    assert code == 4
+    assert "MambaForCausalLM" in said
+
+
+def test_a_context_that_cannot_fit_exits_5(model: str) -> None:
+    code, said = run("launch", model, "--port", "0", "--max-model-len", "2048", "--cpu-kv-cache-bytes", "100000")
+    assert code == 5
+    assert "--max-model-len" in said
+
+
+def test_kill_9_of_the_engine_exits_6_within_two_seconds(stream: tuple[ServerProcess, http.client.HTTPResponse]) -> None:
+    server, response = stream
+    engine = server.engine()
+    killed = time.monotonic()
+    engine.kill()
+    assert server.process.wait(10) == 6
+    assert time.monotonic() - killed < 2.0
+    assert f"engine 0 (pid {engine.pid}) was killed by SIGKILL" in server.log
+    assert "Traceback" not in server.log
+    rest = response.read()
+    assert b'"error"' in rest
+    assert b"[DONE]" not in rest
+
+
+def test_kill_9_of_the_front_takes_the_engine_along_and_frees_the_port(
+    stream: tuple[ServerProcess, http.client.HTTPResponse],
+) -> None:
+    server, _ = stream
+    engine, port = server.engine(), server.port
+    server.process.kill()
+    gone(engine, within=3.0)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_kill_9_of_the_front_while_the_engine_starts(model: str, log: Path) -> None:
+    with start(model, log=log) as server:
+        engine = server.engine()
+        server.process.kill()
+        gone(engine, within=5.0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_drains_and_leaves(model: str, log: Path, number: signal.Signals, code: int) -> None:
+    with serving(model, log=log) as server:
+        engine = server.engine()
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        server.process.send_signal(number)
+        rest = response.read()
+        connection.close()
+        assert rest.rstrip().endswith(b"data: [DONE]"), "a request under way is not cut off by a drain"
+        assert server.process.wait(15) == code
+        gone(engine, within=0.5)
+        assert "Traceback" not in server.log
+
+
+def test_the_drain_is_bounded(model: str, log: Path) -> None:
+    with serving(model, "--max-model-len", "2048", "--drain-timeout", "0.2", log=log) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        told = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        assert time.monotonic() - told < 5.0
+        connection.close()
+
+
+def test_a_second_signal_leaves_at_once(stream: tuple[ServerProcess, http.client.HTTPResponse]) -> None:
+    server, _ = stream
+    engine = server.engine()
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for_log("draining")
+    assert server.status("/ready") == 503
+    told = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(10) == 130
+    assert time.monotonic() - told < 2.0
+    gone(engine, within=0.5)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_loading_leaves_in_order(model: str, log: Path, number: signal.Signals, code: int) -> None:
+    with start(model, log=log) as server:
+        engine = server.engine()
+        server.wait_for_log("listening on")
+        server.process.send_signal(number)
+        assert server.process.wait(15) == code
+        gone(engine, within=0.5)
+        assert "Traceback" not in server.log
+
+
+def test_closed_standard_streams_do_not_matter(model: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as finder:
+        port = finder.getsockname()[1]
+    shell = f"exec {sys.executable} -m minserve launch {model} --port {port} <&- >&- 2>&-"
+    server = subprocess.Popen(["sh", "-c", shell], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 3}))
+                answer = connection.getresponse()
+                answer.read()
+                connection.close()
+                if answer.status == 200:
+                    break
+            except OSError:
+                pass
+            time.sleep(0.1)
+        server.terminate()
+        assert server.wait(15) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def test_a_reader_of_the_log_that_leaves_does_not_end_the_server(model: str) -> None:
+    command = [sys.executable, "-m", "minserve", "launch", model, "--port", "0"]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert server.stderr is not None
+        port = 0
+        while not port:
+            line = server.stderr.readline().decode()
+            assert line, "the server ended"
+            if "listening on http://" in line:
+                port = int(line.split("listening on http://")[1].split(";")[0].rsplit(":", 1)[1])
+        server.stderr.close()
+        deadline = time.monotonic() + 90
+        status = 0
+        while status != 200:
+            assert server.poll() is None, f"ended with {server.returncode}"
+            assert time.monotonic() < deadline
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/ready")
+            status = connection.getresponse().status
+            connection.close()
+            time.sleep(0.05)
+        server.terminate()
+        assert server.wait(15) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
