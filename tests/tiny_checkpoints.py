@@ -265,48 +265,6 @@ def _prediction_layer(tensors: dict[str, torch.Tensor], index: int) -> dict[str,
     return layer
 
 
-def quantize_fp8(source: Path, target: Path, *, scale_dtype: torch.dtype = torch.float32, exclude: tuple[str, ...] = ()) -> Path:
-    """An FP8 twin in 128 x 128 blocks of a folder that `write_checkpoint` made: every projection but the excluded modules.
-
-    Returns `target`; beside it `<target>-widened` holds the same values as a float32 checkpoint.
-    """
-    tensors = load_file(source / "model.safetensors")
-    quantized, widened = dict(tensors), dict(tensors)
-    for key, weight in tensors.items():
-        module = key.removesuffix(".weight")
-        if module.rpartition(".")[2].endswith(("_proj", "_proj_with_mqa")) and not module.endswith(exclude or ("\0",)):
-            low, scale = _quantize(weight.float(), scale_dtype)
-            quantized[key], quantized[key + "_scale_inv"] = low, scale
-            widened[key] = low.float() * _tile(scale.float(), weight.shape)
-    config = json.loads((source / "config.json").read_text())
-    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    if exclude:
-        method["modules_to_not_convert"] = list(exclude)
-    _write(target, quantized, config | {"quantization_config": method})
-    _write(target.with_name(target.name + "-widened"), {key: value.float() for key, value in widened.items()}, config)
-    return target
-
-
-def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def _quantize(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = (-(-size // 128) for size in weight.shape)
-    padded = torch.zeros(rows * 128, columns * 128)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    largest = padded.view(rows, 128, columns, 128).abs().amax(dim=(1, 3))
-    scale = (largest.clamp(min=1e-12) / 448.0).to(scale_dtype)
-    low = (weight / _tile(scale.float(), weight.shape)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return low, scale
-
-
-def _tile(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-
-
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,0 +1,82 @@
+"""FP8 kept in memory where a stack can use it, widened at load where it cannot: both say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from logit_comparison import assert_same_logits, prompt
+from paged_steps import PagedSteps, load
+from tiny_checkpoints import write_checkpoint
+
+from minserve.kernels import reference
+from tools.quantize_fp8 import quantize_checkpoint
+
+ALIGNED = {
+    "deepseek_v3": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 384,
+        "q_lora_rank": 128,
+        "num_nextn_predict_layers": 0,
+    },
+    "moonlight": {"hidden_size": 192, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "qwen2_moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256,
+        "num_key_value_heads": 2,
+    },
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 64},
+}
+KEPT = dataclasses.replace(reference.cpu(), name="fp8", keeps_fp8=True)
+
+
+def _twin(name, tmp_path):
+    write_checkpoint(name, tmp_path / "plain", **ALIGNED.get(name, {}))
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "fp8")
+    return tmp_path / "fp8"
+
+
+def _formats(model):
+    return {name.removesuffix(".weight"): p.dtype for name, p in model.named_parameters() if not name.endswith("scale")}
+
+
+@pytest.mark.parametrize("name", [*sorted(ALIGNED), "deepseek_v2", "qwen3_moe_tied"])
+def test_kept_and_widened_agree(name, tmp_path):
+    directory = _twin(name, tmp_path)
+    kept, widened = load(directory, KEPT), load(directory)
+    assert torch.float8_e4m3fn in _formats(kept).values()
+    assert torch.float8_e4m3fn not in _formats(widened).values()
+    tokens = prompt(40, seed=1)
+    assert_same_logits(*(PagedSteps(model).step([("r", tokens)])[0] for model in (kept, widened)))
+
+
+def test_what_stays_fp8(tmp_path):
+    """All projections that the kernels multiply with; the router, the head and the absorbed kv_b are plain."""
+    model = load(_twin("deepseek_v3", tmp_path), KEPT)
+    kept = {name.split(".", 2)[-1] for name, dtype in _formats(model).items() if dtype == torch.float8_e4m3fn}
+    attention = {"attention.down", "attention.q_b", "attention.output"}
+    assert kept == attention | {"mlp.gate_up", "mlp.down", "mlp.experts.w13", "mlp.experts.w2"} | {
+        "mlp.shared.gate_up",
+        "mlp.shared.down",
+    }
+    layer = model.layers[1]
+    # 128 rows of q_a and 576 of the latent: one whole block and four and a half.
+    assert layer.attention.down.weight.shape == (704, 256)
+    assert layer.attention.down.scale.shape == (6, 2)
+    assert layer.mlp.experts.w13_scale.shape == (16, 2, 2)
+    assert layer.mlp.experts.w2_scale.shape == (16, 2, 1)
+    assert layer.attention.kv_b.weight.dtype == torch.float32
+
+
+def test_blocks_that_would_span_two_parts_are_widened(tmp_path):
+    """Gate and up rows of width 48 or 32, or queries of 96 rows, would share a block."""
+    model = load(_twin("deepseek_v2", tmp_path), KEPT)
+    dtypes = _formats(model)
+    assert dtypes["layers.1.mlp.experts.w13"] == dtypes["layers.1.mlp.experts.w2"] == torch.float32
+    assert dtypes["layers.1.attention.down"] == torch.float32
+    assert dtypes["layers.1.mlp.shared.gate_up"] == torch.float32
+    assert dtypes["layers.1.mlp.shared.down"] == torch.float8_e4m3fn
+    assert dtypes["layers.1.attention.output"] == torch.float8_e4m3fn
