@@ -6,6 +6,11 @@ import enum
 
 import msgspec
 
+MAX_LOGIT_BIAS = 300
+"""Most entries of a request's `logit_bias`; the sampler keeps them in buffers of fixed size."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most ids of a request's `stop_token_ids`, the model's EOS ids included; of fixed size for the same reason."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended."""

@@ -1,0 +1,201 @@
+"""Chooses the next token of every row, as part of the forward. Knows nothing of requests' text, of scheduling or of pages.
+
+All that sampling depends on lies in buffers of fixed size, one row a slot, so that the same code runs eagerly and inside a
+captured graph. N: rows of the step, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minserve.models.logits_rules import add_sparse, lowest_kept, penalize
+from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
+from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+Variant = Literal["argmax", "general"]
+
+ROWS_AT_ONCE = 64
+"""The general variant works through this many rows at a time: its temporaries are a dozen times the logits."""
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity and NaN in reported log-probabilities, which JSON cannot carry."""
+
+# Columns of SamplerState.reals and .integers.
+_TEMPERATURE, _NOISE, _TOP_P, _MIN_P, _REPETITION, _FREQUENCY, _PRESENCE, _NUM_REALS = range(8)
+_TOP_K, _MIN_TOKENS, _SEED_KEY, _NUM_INTEGERS = range(4)
+_SPARSE = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS
+
+
+class SamplerState:
+    """The buffers. Slots 0 to max_slots - 1 belong to requests; slot `max_slots` is scratch for the padding of graphs.
+
+    Only `set_slot`, `clear_slot` and `sample` write to them, always on the current stream.
+    """
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        rows = max_slots + 1
+        self.max_slots = max_slots
+        self.vocab_size = vocab_size
+        self.device = device
+        self._neutral = [row.to(device) for row in _rows_of(SamplingParams(max_tokens=1, seed=0, temperature=0.0), vocab_size)]
+        self.reals = self._neutral[0].repeat(rows, 1)
+        """fp32 [slots + 1, ...]: the parameters, then what is added at `integers`' ids: biases, -inf for stop ids."""
+        self.integers = self._neutral[1].repeat(rows, 1)
+        """int64 [slots + 1, ...]: the parameters, then the ids of biases and of stop tokens."""
+        self.output_index = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Output tokens that each slot's request has so far."""
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        """The newest token of each slot: the next step's input, without a way over the host."""
+        self.token_counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        """How often each id is in the output; meaningful only for slots with a penalty."""
+        self.in_prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        """Whether each id is in the prompt; meaningful only for slots with a repetition penalty."""
+        self.nan_rows = torch.zeros((), dtype=torch.int64, device=device)
+        """Rows so far whose logits had no finite maximum; their token is 0."""
+        self.id_steps = token_id_steps(vocab_size, device)
+
+    def set_slot(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Gives the slot to a request. With the output so far, a preempted one goes on exactly as it would have.
+
+        On a GPU nothing waits: small pinned copies, whose memory the allocator reuses only after the copy has run.
+        Raises IndexError for a slot that is not there, ValueError for more biases or stop ids than the buffers hold.
+        """
+        if not 0 <= slot < self.max_slots:
+            raise IndexError(f"slot {slot} is not one of {self.max_slots}")
+        reals, integers = _rows_of(params, self.vocab_size)
+        self.reals[slot].copy_(self._staged(reals), non_blocking=True)
+        self.integers[slot].copy_(self._staged(integers), non_blocking=True)
+        self.output_index[slot].fill_(len(output_token_ids))
+        if params.repetition_penalty != 1.0:
+            self.in_prompt[slot].zero_()
+            if prompt_token_ids:
+                self.in_prompt[slot].index_fill_(0, self._ids(prompt_token_ids), True)
+        if _has_penalty(params):
+            self.token_counts[slot].zero_()
+            if output_token_ids:
+                ids = self._ids(output_token_ids)
+                self.token_counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def clear_slot(self, slot: int) -> None:
+        """Takes the slot back; until it is set again it is greedy and without any rule."""
+        self.reals[slot].copy_(self._neutral[0])
+        self.integers[slot].copy_(self._neutral[1])
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+        return self._staged(torch.tensor(token_ids, dtype=torch.int64)).to(self.device, non_blocking=True)
+
+    def _staged(self, values: Tensor) -> Tensor:
+        return values.pin_memory() if self.device.type == "cuda" else values
+
+
+def needs_general(params: SamplingParams) -> bool:
+    """Whether the request's tokens are anything but the argmax of raw logits, at its start at least."""
+    banned = params.min_tokens > 0 and bool(params.stop_token_ids)
+    return not params.greedy or banned or bool(params.logit_bias) or _has_penalty(params)
+
+
+def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant) -> Tensor:
+    """The next token of each row: logits fp32 [N, V], slots int64 [N] -> int64 [N]. The logits are left as they are.
+
+    A pure function of its arguments and the state's buffers, and capturable: only torch operations of fixed shapes. Writes
+    `last_tokens`, `output_index` and `token_counts` of the slots. "argmax" ignores every parameter and is right when no row
+    `needs_general`; in "general" greedy rows are the exact argmax of their processed logits. Ties go to the lowest id.
+    """
+    if variant == "argmax":
+        best, tokens = torch.max(logits, dim=-1)
+    else:
+        parts = [_draw(*rows, state) for rows in zip(logits.split(ROWS_AT_ONCE), slots.split(ROWS_AT_ONCE), strict=True)]
+        best, tokens = (torch.cat(column) for column in zip(*parts, strict=True))
+    broken = ~best.isfinite()
+    tokens = tokens.masked_fill(broken, 0)
+    state.nan_rows.add_((broken & (slots < state.max_slots)).sum())
+    state.last_tokens.index_copy_(0, slots, tokens)
+    state.output_index.index_add_(0, slots, torch.ones_like(slots))
+    counted = slots * state.vocab_size + tokens
+    state.token_counts.view(-1).index_add_(0, counted, torch.ones_like(slots, dtype=torch.int32))
+    return tokens
+
+
+def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, Tensor]:
+    """The general variant for a few rows -> (largest processed logit [n], token [n])."""
+    reals, integers = state.reals[slots], state.integers[slots]
+    output_index = state.output_index[slots]
+
+    def real(column: int) -> Tensor:
+        return reals[:, column : column + 1]
+
+    additions = reals[:, _NUM_REALS:]
+    banning = output_index.unsqueeze(1) < integers[:, _MIN_TOKENS : _MIN_TOKENS + 1]
+    additions[:, MAX_LOGIT_BIAS:].masked_fill_(~banning, 0.0)
+    values = logits.clone()
+    add_sparse(values, integers[:, _NUM_INTEGERS:], additions)
+    values = penalize(
+        values, state.token_counts[slots], state.in_prompt[slots], real(_REPETITION), real(_FREQUENCY), real(_PRESENCE)
+    )
+    values = values / real(_TEMPERATURE)
+    threshold = lowest_kept(values, integers[:, _TOP_K : _TOP_K + 1], real(_TOP_P), real(_MIN_P))
+
+    # Gumbel-max: the largest of logit plus independent Gumbel numbers is a draw from the softmax. Greedy rows have noise 0.
+    noise = log_exponential(row_keys(integers[:, _SEED_KEY], output_index), state.id_steps)
+    scores = (values - noise * real(_NOISE)).masked_fill_(values < threshold, -torch.inf)
+    return values.amax(dim=-1), scores.argmax(dim=-1)
+
+
+class Logprobs(NamedTuple):
+    """Natural-log probabilities of the model itself, before any sampling rule."""
+
+    logprobs: Tensor
+    """fp32 [N]: of the given tokens."""
+    ranks: Tensor
+    """int64 [N]: 1 for the likeliest."""
+    top_ids: Tensor
+    """int64 [N, num_top], likeliest first."""
+    top_logprobs: Tensor
+    """fp32 [N, num_top]; where the given token is among them, its value is the same float as in `logprobs`."""
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    """Log-probabilities from raw logits [N, V] for token_ids int64 [N] and the `num_top` likeliest (0: none; at most V)."""
+    logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1).nan_to_num_(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
+    own = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    top_logprobs, top_ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    return Logprobs(own.squeeze(1), ranks, top_ids, top_logprobs)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def _rows_of(params: SamplingParams, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The request's row of `reals` and of `integers`, on the host."""
+    # Stop ids beyond the vocabulary exist in published configs; they cannot be sampled, so there is nothing to ban.
+    banned = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size] if params.min_tokens else []
+    if len(params.logit_bias) > MAX_LOGIT_BIAS or len(banned) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} logit biases and {MAX_STOP_TOKEN_IDS} stop ids with min_tokens are possible")
+    reals = torch.zeros(_NUM_REALS + _SPARSE, dtype=torch.float32)
+    integers = torch.zeros(_NUM_INTEGERS + _SPARSE, dtype=torch.int64)
+    drawn = not params.greedy
+    reals[_TEMPERATURE] = params.temperature if drawn else 1.0
+    reals[_NOISE] = 1.0 if drawn else 0.0
+    reals[_TOP_P] = params.top_p if drawn else 1.0
+    reals[_MIN_P] = params.min_p if drawn else 0.0
+    reals[_REPETITION] = params.repetition_penalty
+    reals[_FREQUENCY] = params.frequency_penalty
+    reals[_PRESENCE] = params.presence_penalty
+    integers[_TOP_K] = params.top_k if drawn else 0
+    integers[_MIN_TOKENS] = params.min_tokens
+    integers[_SEED_KEY] = seed_key(params.seed)
+    if biases := params.logit_bias:
+        reals[_NUM_REALS : _NUM_REALS + len(biases)] = torch.tensor(list(biases.values()))
+        integers[_NUM_INTEGERS : _NUM_INTEGERS + len(biases)] = torch.tensor(list(biases))
+    if banned:
+        first = MAX_LOGIT_BIAS
+        reals[_NUM_REALS + first : _NUM_REALS + first + len(banned)] = -torch.inf
+        integers[_NUM_INTEGERS + first : _NUM_INTEGERS + first + len(banned)] = torch.tensor(banned)
+    return reals, integers
