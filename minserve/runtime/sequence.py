@@ -127,7 +127,7 @@ class Sequence:
     def forget_pages(self) -> list[int]:
         """Start over from the first token: the pages it held, which the caller gives back."""
         pages, self.pages = self.pages, []
-        self.position = self.write_from = self.told_pages = self.num_findable = 0
+        self.position = self.write_from = self.told_pages = 0
         if not self.answered:
             self.cached_tokens = 0
         return pages

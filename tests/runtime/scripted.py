@@ -62,8 +62,8 @@ class ScriptedRunner:
         self.tables: dict[int, list[int]] = collections.defaultdict(list)
         self.last_tokens: dict[int, int] = {}
         self.steps: list[ScheduledStep] = []
-        self.failing: set[int] = set()
-        """Requests whose rows end with an error."""
+        self.failing: dict[int, int] = {}
+        """Request to length: its rows that reach that length end with an error."""
 
     def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         assert step.num_tokens == sum(row.num_tokens for row in step.rows) <= self.limits.max_step_tokens
@@ -99,8 +99,6 @@ class ScriptedRunner:
         return [self.kv.get(self._place(row, position)) for position in range(length)]
 
     def _result(self, row: ScheduledRow) -> RowResult:
-        if row.request_id in self.failing:
-            return RowResult(error="broken on purpose")
         scored = []
         for index, token in enumerate(row.scored_ids):
             position = row.start + row.scored_offset + index
@@ -109,6 +107,8 @@ class ScriptedRunner:
         token_id = None
         if row.samples:
             token_id = self.last_tokens[row.slot] = next_token(self._read(row, row.start + row.num_tokens))
+        if row.start + row.num_tokens >= self.failing.get(row.request_id, 1 << 30):
+            return RowResult(error="broken on purpose")
         return RowResult(token_id=token_id, scored=tuple(scored))
 
 

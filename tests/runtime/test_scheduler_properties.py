@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from runtime.scripted import Loop, make_limits, next_token, request, score
 
+from minserve.request import FinishReason
+
 FEW_PROMPTS = [[i % 7 for i in range(start, start + 40)] for start in range(3)]
 """Prompts are cut from these, so that long common prefixes are the rule."""
 
@@ -47,12 +49,12 @@ class EngineLoop(RuleBasedStateMachine):
         stops=st.sets(st.integers(0, 49), max_size=3),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         min_tokens=st.integers(0, 4),
-        broken=st.integers(0, 19),
+        broken=st.integers(-800, 48),
     )
     def arrive(self, source, length, max_tokens, stops, prompt_logprobs, min_tokens, broken):
         self.count += 1
-        if broken == 0:
-            self.loop.runner.failing.add(self.count)
+        if broken > 0:
+            self.loop.runner.failing[self.count] = broken
         stop = tuple(sorted(stops))
         self.loop.add(request(self.count, source[:length], max_tokens, stop, prompt_logprobs, min_tokens))
 
@@ -100,8 +102,8 @@ class EngineLoop(RuleBasedStateMachine):
         for request_id, asked in self.loop.requests.items():
             if request_id in self.dropped:
                 assert request_id not in self.loop.reasons or self.loop.reasons[request_id] is not None
-            elif request_id in self.loop.runner.failing:
-                assert self.loop.reasons[request_id].value == "error"
+            elif self.loop.reasons[request_id] is FinishReason.ERROR:
+                assert request_id in self.loop.runner.failing
             else:
                 self.loop.check_answer(request_id)
                 self.check_scores(asked)
