@@ -69,7 +69,7 @@ class GenerateEndpoints:
 
     async def _stream(self, exchange: Exchange, generation: Generation) -> web.StreamResponse:
         """The status is sent with the first piece: until then an error still is an error response."""
-        response = web.StreamResponse(headers={**exchange.headers, **_STREAM_HEADERS})
+        response = _EventStream(headers={**exchange.headers, **_STREAM_HEADERS})
         events = _Events(generation)
         with self._slow_readers.watch(exchange.request, generation) as watch:
             try:
@@ -91,6 +91,10 @@ class GenerateEndpoints:
                 response.force_close()
                 await response.write_eof(events.writer.error(error))
                 return response
+
+
+class _EventStream(web.StreamResponse):
+    _send_headers_immediately = False  # they go out with the first event, in one packet
 
 
 class _Events:

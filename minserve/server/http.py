@@ -91,6 +91,8 @@ class _Connection(RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has gone: nobody is left to be answered
         if status >= 500:
             log.error("a connection failed", exc_info=exc)
             message = "Internal error"

@@ -108,8 +108,13 @@ def parse_prompts(fields: Fields, facts: ModelFacts) -> list[str | list[int]]:
         elements = decode_array(raw, "prompt")
         if len(elements) > MAX_SEQUENCES:
             raise bad_request(f"{len(elements)} prompts are over the limit of {MAX_SEQUENCES}", "prompt")
-        return [_one_prompt(element, f"prompt[{index}]", facts) for index, element in enumerate(elements)]
+        return [_one_prompt(element, prompt_name(index, len(elements)), facts) for index, element in enumerate(elements)]
     return [_one_prompt(raw, "prompt", facts)]
+
+
+def prompt_name(index: int, count: int) -> str:
+    """How errors call one of `count` prompts."""
+    return "prompt" if count == 1 else f"prompt[{index}]"
 
 
 def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None = None) -> list[int]:

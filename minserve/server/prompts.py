@@ -16,7 +16,7 @@ def prepare_completion(body: bytes, model: LoadedModel) -> tuple[Options, list[P
     request = openai.parse_completion(body, model.facts)
     made = []
     for index, prompt in enumerate(request.prompts):
-        param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
+        param = openai.prompt_name(index, len(request.prompts))
         if isinstance(prompt, str):
             made.append(Prompt(encode(prompt, request.add_special_tokens, model, param), prompt))
         else:

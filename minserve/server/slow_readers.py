@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -31,10 +33,13 @@ class Watch:
         self.blocked_since = None
 
     def cut(self) -> None:
-        """Closes the connection without a goodbye; the task that writes is cancelled by that."""
+        """Resets the connection, so that the kernel drops what is unsent too; the task that writes is cancelled by that."""
         self._generation.abort("slow_reader")
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        transport = self._request.transport
+        if transport is not None:
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
 
 
 class SlowReaders:

@@ -193,7 +193,7 @@ def start_edge(model_dir: Path, vocabulary: Vocabulary) -> Callable[..., Abstrac
     def start(
         script: Script | str, *, be_ready: bool = True, max_model_len: int = MAX_MODEL_LEN, num_seqs: int = 64, **settings: Any
     ) -> Iterator[Edge]:
-        config = Config(model=str(model_dir), served_model_name=("tiny",), **settings)
+        config = Config(**{"model": str(model_dir), "served_model_name": ("tiny",), **settings})
         ready = Ready(
             model_type="scripted",
             vocab_size=vocabulary.size,
