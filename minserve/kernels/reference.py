@@ -7,6 +7,7 @@ its batch mates by no more than the rounding of fp32.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -154,12 +155,9 @@ class RowGroup:
 
     tokens: Tensor
     """int64 [B, L]: the rows' indices among the step's tokens."""
-    pages: Tensor
-    """int64 [B, S]: the page of each cache entry."""
-    offsets: Tensor
-    """int64 [S]: its place in the page."""
-    readable: Tensor
-    """bool [B, S]: entries that hold a token of the row."""
+    entries: Tensor
+    """int64 [B, S]: where each entry lies when the cache is seen as rows (a gqa page is its keys' rows, then its values').
+    Beyond a row's end its last token stands in, since what lies there may be NaN."""
     visible: Tensor
     """bool [B, L, S]: entries that each query may see."""
 
@@ -173,7 +171,7 @@ class AttentionPlan:
 
 def plan_attention(metadata: AttentionMetadata, shape: AttentionShape) -> AttentionPlan:
     """Single-token rows in groups of like length (within a factor of two), each longer row alone; empty rows nowhere."""
-    del shape
+    rows_a_page = metadata.page_size * (2 if shape.kind == "gqa" else 1)
     starts = [0]
     groups: dict[tuple[int, int], list[int]] = {}
     for row, (length, seq_len) in enumerate(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)):
@@ -182,10 +180,10 @@ def plan_attention(metadata: AttentionMetadata, shape: AttentionShape) -> Attent
             groups.setdefault((-1, seq_len.bit_length()), []).append(row)
         elif length > 1:
             groups[row, 0] = [row]
-    return AttentionPlan(tuple(_group(rows, starts, metadata) for rows in groups.values()))
+    return AttentionPlan(tuple(_group(rows, starts, metadata, rows_a_page) for rows in groups.values()))
 
 
-def _group(rows: list[int], starts: list[int], metadata: AttentionMetadata) -> RowGroup:
+def _group(rows: list[int], starts: list[int], metadata: AttentionMetadata, rows_a_page: int) -> RowGroup:
     device = metadata.page_table.device
     length = metadata.query_lens_host[rows[0]]
     seq_lens = torch.tensor([metadata.seq_lens_host[row] for row in rows], device=device)
@@ -194,11 +192,10 @@ def _group(rows: list[int], starts: list[int], metadata: AttentionMetadata) -> R
     tokens = torch.tensor([starts[row] for row in rows], device=device).unsqueeze(1) + queries
     query_positions = (seq_lens - length).unsqueeze(1) + queries
     table = metadata.page_table[torch.tensor(rows, device=device)].long()
+    readable = torch.minimum(positions, seq_lens.unsqueeze(1) - 1)
     return RowGroup(
         tokens=tokens,
-        pages=table[:, positions // metadata.page_size],
-        offsets=positions % metadata.page_size,
-        readable=positions < seq_lens.unsqueeze(1),
+        entries=table.gather(1, readable // metadata.page_size) * rows_a_page + readable % metadata.page_size,
         visible=positions <= query_positions.unsqueeze(-1),
     )
 
@@ -208,8 +205,9 @@ def gqa_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: 
     del metadata
     out = torch.zeros_like(q)
     for group in plan.groups:
-        entries = cache[group.pages, :, group.offsets]
-        keys, values = _readable(entries, group).unbind(2)
+        keys, values = (
+            _gather(cache, group.entries + first, (shape.num_kv_heads, shape.head_dim)) for first in (0, cache.shape[2])
+        )
         # Query heads h * G .. h * G + G - 1 share key-value head h.
         queries = q[group.tokens].float().unflatten(2, (shape.num_kv_heads, -1))
         scores = torch.einsum("blhgd,bshd->bhgls", queries, keys) * shape.scale
@@ -225,7 +223,7 @@ def mla_attention(
     del metadata
     out = torch.zeros_like(q_latent)
     for group in plan.groups:
-        entries = _readable(cache[group.pages, group.offsets], group)
+        entries = _gather(cache, group.entries, (shape.head_dim + shape.rope_dim,))
         queries = torch.cat((q_latent[group.tokens], q_rope[group.tokens]), dim=-1).float()
         scores = torch.einsum("blhd,bsd->bhls", queries, entries) * shape.scale
         probabilities = _probabilities(scores.unsqueeze(2), group).squeeze(2)
@@ -234,10 +232,10 @@ def mla_attention(
     return out
 
 
-def _readable(entries: Tensor, group: RowGroup) -> Tensor:
-    """Cache entries [B, S, ...] in fp32, zero where the row has none: what lies there may be NaN, and 0 * NaN is NaN."""
-    mask = group.readable.view(*group.readable.shape, *(1,) * (entries.dim() - 2))
-    return entries.float().masked_fill(~mask, 0.0)
+def _gather(cache: Tensor, entries: Tensor, entry_shape: tuple[int, ...]) -> Tensor:
+    """Rows of a contiguous cache as fp32 [B, S, *entry_shape]. index_select copies whole rows, several times faster."""
+    rows = cache.view(-1, math.prod(entry_shape))
+    return rows.index_select(0, entries.flatten()).view(*entries.shape, *entry_shape).float()
 
 
 def _probabilities(scores: Tensor, group: RowGroup) -> Tensor:

@@ -120,7 +120,7 @@ def _late_positions(q, k, cos_sin, positions, interleaved):
 def _sees_next(metadata, shape):
     """Not causal: each query sees all of its row."""
     plan = reference.plan_attention(metadata, shape)
-    groups = (dataclasses.replace(g, visible=g.readable.unsqueeze(1).expand_as(g.visible)) for g in plan.groups)
+    groups = (dataclasses.replace(g, visible=g.visible[:, -1:].expand_as(g.visible)) for g in plan.groups)
     return reference.AttentionPlan(tuple(groups))
 
 
