@@ -99,13 +99,16 @@ class Scheduler:
 
     # the next step
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when nothing can run before the step in flight has retired."""
+    def schedule(self, now: float = 0.0) -> ScheduledStep | None:
+        """The next step, or None when nothing can run before the step in flight has retired.
+
+        `now` is on the clock of the requests' `arrival_time`.
+        """
         number = self._scheduled_step + 1
         rows = list(self._decode_rows(number))
         num_decode_rows = len(rows)
         budget = max(1, self.limits.chunked_prefill_size - num_decode_rows)
-        rows.extend(self._prompt_rows(number, budget))
+        rows.extend(self._prompt_rows(number, budget, now))
         if not rows:
             return None
         self._scheduled_step = number
@@ -148,7 +151,7 @@ class Scheduler:
 
     # prompts
 
-    def _prompt_rows(self, step: int, budget: int) -> Iterator[ScheduledRow]:
+    def _prompt_rows(self, step: int, budget: int, now: float) -> Iterator[ScheduledRow]:
         """Share `budget` tokens between prompts: a short one is not held up by long ones, the oldest always gets on.
 
         The oldest takes what it needs if that ends it, else half. The rest goes to the shortest first, waiting requests
@@ -180,6 +183,8 @@ class Scheduler:
         if oldest is not None:
             shares.insert(0, (oldest, min(oldest.remaining, reserved + left)))
         for sequence, share in shares:
+            if sequence.queue_seconds is None:
+                sequence.queue_seconds = max(0.0, now - sequence.request.arrival_time)
             yield sequence.take_row(step, share)
 
     def _admit(self) -> Sequence | None:

@@ -47,6 +47,7 @@ class Sequence:
         self.told_pages = 0
         """Pages the runner knows of."""
         self.told_setup = False
+        self.queue_seconds: float | None = None
         self.last_step = 0
         """Number of the last step that carries this request."""
         self.num_preemptions = 0
@@ -149,6 +150,7 @@ class Sequence:
             prompt_logprobs=tuple(self.scored) if first and self.request.sampling.prompt_logprobs is not None else None,
             finish_reason=reason,
             cached_tokens=self.cached_tokens if first else 0,
+            queue_seconds=self.queue_seconds if first else None,
         )
 
     def _finish_reason(self, row: ScheduledRow, token_id: int | None) -> FinishReason | None:

@@ -1,0 +1,175 @@
+"""Puts one engine's parts together from a Config: device, kernels, model, weights, KV cache, scheduler, runner.
+
+Resolves what the config left open, once, into the values that are logged and shown. Knows no sockets and no loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minserve.config import Config, model_directory, printable
+from minserve.errors import DoesNotFit, EnvironmentFault
+from minserve.kernels import stacks
+from minserve.kernels.interface import Kernels
+from minserve.models.checkpoint import read_quantization_config
+from minserve.models.load_report import LoadReport, gigabytes
+from minserve.models.model import Model
+from minserve.models.model_config import ModelConfig, load_model_config
+from minserve.models.registry import build_model
+from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
+from minserve.runtime import device_memory, kv_cache
+from minserve.runtime.kv_cache import KVPlan
+from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.scheduler import Limits, Scheduler
+from minserve.runtime.startup import Timeline
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+log = logging.getLogger("minserve.runtime")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """Where and with what the model computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kernels: Kernels
+    stack_reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """An engine, ready to run."""
+
+    model_config: ModelConfig
+    kv_plan: KVPlan
+    limits: Limits
+    scheduler: Scheduler
+    runner: ModelRunner
+    info: dict[str, Any]
+    """For /server_info: what was resolved, in plain values."""
+
+
+def assemble(config: Config, timeline: Timeline) -> Parts:
+    """Raises ServerError: a sentence and an exit code for what cannot be."""
+    timeline.begin("config")
+    directory = model_directory(config)
+    model_config = load_model_config(directory)
+    backend = choose_backend(config, model_config)
+    model, report = _load(config, directory, model_config, backend, timeline)
+
+    timeline.begin("kv cache")
+    size = _plan_cache(config, model, backend)
+    cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
+    limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
+    with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
+        runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
+    info = _describe(config, model_config, backend, size, report)
+    log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
+    return Parts(model_config=model_config, kv_plan=size, limits=limits, scheduler=Scheduler(limits), runner=runner, info=info)
+
+
+def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
+    """Raises EnvironmentFault for a device that is not there, and what the choice of a stack raises."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentFault("--device cuda: torch finds no CUDA device here; use --device cpu")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    choice = stacks.choose(config.stack, device)
+    natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
+    dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    return Backend(device, dtype, kv_dtype, stacks.build(choice.name, device), choice.reason)
+
+
+def _load(
+    config: Config, directory: Path, model_config: ModelConfig, backend: Backend, timeline: Timeline
+) -> tuple[Model, LoadReport]:
+    timeline.begin("checkpoint")
+    dummy = config.load_format == "dummy"
+    checkpoint = None if dummy else open_checkpoint(directory)
+    formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
+    timeline.begin("build")
+    with kv_cache.refusal_of_memory("the model's weights"):
+        model = build_model(model_config, formats, backend.kernels, backend.dtype, backend.device)
+    timeline.begin("load")
+    if checkpoint is None:
+        report = dummy_weights(model, config.seed)
+    else:
+        report = load_weights(model, checkpoint, lambda done, total: timeline.progress(done / max(1, total)))
+    with kv_cache.refusal_of_memory("the weights' final layout"):
+        model.finish_load()
+    log.info("weights proven\n%s", report)
+    return model, report
+
+
+def _plan_cache(config: Config, model: Model, backend: Backend) -> KVPlan:
+    per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
+    max_positions = model.config.max_position_embeddings
+    if backend.device.type == "cuda":
+        memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device)
+        name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
+        return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
+    memory, name = _host_memory(config)
+    return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
+
+
+def _host_memory(config: Config) -> tuple[int, str]:
+    """What the cache may take on a CPU, and what to call it."""
+    available, wanted = kv_cache.host_memory_available(), config.cpu_kv_cache_bytes
+    if config.num_pages is not None:
+        return available, "this machine's free memory"
+    if wanted <= available:
+        return wanted, "--cpu-kv-cache-bytes"
+    if wanted == Config().cpu_kv_cache_bytes:  # nobody asked for that much
+        return available // 2, "half of this machine's free memory"
+    raise DoesNotFit(f"--cpu-kv-cache-bytes {wanted}: this machine has {available} bytes of free memory")
+
+
+def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_model_len: int) -> Limits:
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        chunked_prefill_size=config.chunked_prefill_size,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _describe(config: Config, model_config: ModelConfig, backend: Backend, size: KVPlan, report: LoadReport) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
+    cache = f"{size.num_pages} pages of {size.page_size} tokens, {gigabytes(size.num_bytes)} (by {size.limited_by})"
+    return {
+        "config": printable(config),
+        "effective": {
+            "architecture": model_config.architecture,
+            "device": f"{backend.device} ({name}, torch {torch.__version__})",
+            "stack": f"{backend.kernels.name} ({backend.stack_reason})",
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "kv cache dtype": str(backend.kv_dtype).removeprefix("torch."),
+            "kv cache": cache,
+            "max model len": size.max_model_len,
+            "max num seqs": config.max_num_seqs,
+            "chunked prefill": config.chunked_prefill_size,
+            "prefix cache": "on" if config.enable_prefix_caching else "off",
+        },
+        "memory": {
+            "weights_bytes": report.bytes_written,
+            "kv_cache_bytes": size.num_bytes,
+            "kv_page_bytes": size.page_bytes,
+            "kv_pages": size.num_pages,
+        },
+        "captured_batch_sizes": [],
+        "load_report": str(report),
+        "pid": os.getpid(),
+    }

@@ -1,0 +1,88 @@
+"""The rare control calls of the front: flush_cache, server_info, start_profile, stop_profile. Knows no sockets and no loop."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from minserve.messages import Call, Reply
+from minserve.runtime.scheduler import Scheduler
+
+
+class Controls:
+    """Answers calls between two steps. `info` is what does not change after the start."""
+
+    def __init__(self, scheduler: Scheduler, info: dict[str, Any], device: torch.device) -> None:
+        self._scheduler = scheduler
+        self._info = info
+        self._device = device
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
+        self._methods: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "flush_cache": self._flush_cache,
+            "server_info": self._server_info,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
+        }
+
+    def answer(self, call: Call) -> Reply:
+        """Never raises: what goes wrong is the reply's error."""
+        method = self._methods.get(call.method)
+        if method is None:
+            return Reply(call.call_id, error=f"there is no call {call.method!r}; there are {', '.join(sorted(self._methods))}")
+        try:
+            return Reply(call.call_id, method(call.arguments))
+        except Exception as error:
+            return Reply(call.call_id, error=f"{call.method}: {error}")
+
+    def _flush_cache(self, arguments: dict[str, Any]) -> dict[str, int]:
+        del arguments
+        flushed = self._scheduler.pages.flush()
+        return {"flushed_pages": flushed, "used_pages": self._scheduler.pages.used}
+
+    def _server_info(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        del arguments
+        pages, stats = self._scheduler.pages, self._scheduler.stats()
+        live: dict[str, Any] = {
+            "pages": {"total": pages.num_pages, "used": pages.used, "cached": pages.cache.num_idle},
+            "stats": msgspec.to_builtins({name: getattr(stats, name) for name in stats.__struct_fields__}, str_keys=True),
+            "profiling": self._profile is not None,
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            live["device_memory"] = {"free_bytes": free, "total_bytes": total}
+        return self._info | live
+
+    def _start_profile(self, arguments: dict[str, Any]) -> dict[str, str]:
+        """Argument `folder`: where the trace goes; a new temporary folder without it."""
+        if self._profile is not None:
+            raise RuntimeError(f"a profile is being taken already, into {self._profile[1]}")
+        given = arguments.get("folder")
+        if given is not None and not (isinstance(given, str) and given):
+            raise ValueError("folder must be a path")
+        folder = Path(given) if given is not None else Path(tempfile.mkdtemp(prefix="minserve-profile-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()
+        path = folder / f"minserve-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        self._profile = (profiler, path)
+        return {"path": str(path)}
+
+    def _stop_profile(self, arguments: dict[str, Any]) -> dict[str, str]:
+        """The trace, in Chrome's format, lies at the path."""
+        del arguments
+        if self._profile is None:
+            raise RuntimeError("no profile is being taken")
+        (profiler, path), self._profile = self._profile, None
+        profiler.stop()
+        profiler.export_chrome_trace(str(path))
+        return {"path": str(path)}

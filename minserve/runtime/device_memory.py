@@ -1,0 +1,75 @@
+"""How much GPU memory the KV cache may take: what the whole process may use, less weights, buffers and a trial step's peak."""
+
+from __future__ import annotations
+
+import torch
+
+from minserve.config import Config
+from minserve.kernels.interface import Kernels, kv_page_shape
+from minserve.models.model import Model
+from minserve.request import SamplingParams
+from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.scheduler import Limits
+from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
+
+
+def left_for_cache(config: Config, model: Model, kernels: Kernels, kv_dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes, possibly negative. Runs the largest step on a cache of the dummy page alone to see what a step takes."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    limits = trial_limits(config, model)
+    shape = (1, *kv_page_shape(model.attention_shape, config.page_size))
+    cache = [torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(model.num_layers)]
+    runner = ModelRunner(model, kernels, cache, limits, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.launch(trial_step(limits)).result()
+    step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)  # the trial's buffers still live: the real ones are as large
+    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
+
+
+def trial_limits(config: Config, model: Model) -> Limits:
+    """The ceilings as they would be with memory without end."""
+    max_model_len = config.max_model_len or model.config.max_position_embeddings
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        chunked_prefill_size=config.chunked_prefill_size,
+        page_size=config.page_size,
+        num_pages=-(-max_model_len // config.page_size),
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+    )
+
+
+def trial_step(limits: Limits) -> ScheduledStep:
+    """The step that takes most memory: all tokens that a step may have, from prompts, in rows that ask for everything.
+
+    Every page is the dummy page, so no cache is needed and none is touched.
+    """
+    sampling = SamplingParams(max_tokens=1, seed=0, repetition_penalty=1.1, top_p=0.9)
+    num_rows = min(limits.max_num_seqs, limits.max_step_tokens)
+    most = limits.max_model_len - 1
+    rows = []
+    left = limits.max_step_tokens
+    for slot in range(num_rows):
+        length = max(1, min(most, left - (num_rows - slot - 1)))
+        left -= length
+        tokens = [token % limits.vocab_size for token in range(length)]
+        rows.append(
+            ScheduledRow(
+                request_id=slot,
+                slot=slot,
+                start=0,
+                num_tokens=length,
+                token_ids=tuple(tokens),
+                write_from=length,
+                samples=True,
+                logprobs=20,
+                scored_ids=tuple(tokens[1:]),
+                scored_top=20,
+                setup=SlotSetup(sampling, tokens),
+            )
+        )
+    num_tokens = sum(row.num_tokens for row in rows)
+    return ScheduledStep(number=1, rows=tuple(rows), num_decode_rows=0, num_tokens=num_tokens)

@@ -1,0 +1,261 @@
+"""Runs steps: owns the model, its KV cache and the sampler's state, and hands results over when they are asked for.
+
+`launch` never waits for the device. What it launches on a GPU runs behind the host's back; on a CPU the same work is done
+when the result is asked for, so that the engine sees one order of events everywhere. Knows rows and slots; nothing of queues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minserve.capture_flags import EAGER, CaptureFlags
+from minserve.kernels.interface import Kernels
+from minserve.models.forward_context import ForwardContext
+from minserve.models.model import Model
+from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample
+from minserve.request import TokenLogprobs
+from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
+from minserve.runtime.scheduler import Limits
+from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
+
+SCORING_LOGITS_BYTES = 64 << 20
+"""Prompt scoring goes through the head in pieces of this many bytes of logits."""
+NOT_FINITE = "the model's output for this request was not a number; the request was ended"
+
+log = logging.getLogger("minserve.runtime")
+
+
+class Sampled(NamedTuple):
+    """What a batch's forward leaves on the device. N: rows that sample."""
+
+    tokens: Tensor
+    """int64 [N]"""
+    finite: Tensor
+    """bool [N]: the row's numbers are numbers."""
+    logits: Tensor
+    """fp32 [N, vocab]"""
+    hidden: Tensor
+    """[T, hidden]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A step's results on their way to the host; readable once `done` has happened."""
+
+    numbers: Tensor
+    """int64 [2 N + 1] on the host: tokens, finite flags, the sampler's count of broken rows so far."""
+    logprobs: Logprobs | None
+    """Of the sampling rows that asked, in their order."""
+    scored: dict[int, list[Logprobs]]
+    """Row to the pieces of its prompt's scores."""
+    refused: dict[int, str]
+    """Row to the reason why its request could not be set up."""
+    done: torch.cuda.Event | None
+
+
+class InFlight:
+    """A launched step."""
+
+    def __init__(self, step: ScheduledStep, work: Callable[[], StepResult]) -> None:
+        self.step = step
+        self._work = work
+
+    def result(self) -> StepResult:
+        """Wait for the step; call it once. Raises what the step raised."""
+        return self._work()
+
+
+class ModelRunner:
+    """All of its methods belong to one thread, and all its GPU work to that thread's current stream."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        kv_cache: list[Tensor],
+        limits: Limits,
+        device: torch.device,
+        max_rows: int | None = None,
+    ) -> None:
+        """kv_cache: one tensor a layer. max_rows: the largest padded batch, where that is more than --max-num-seqs."""
+        self.model = model
+        self.kernels = kernels
+        self.kv_cache = kv_cache
+        self.limits = limits
+        self.device = device
+        self.sampler = SamplerState(limits.max_num_seqs, limits.vocab_size, device)
+        most_rows = max(limits.max_num_seqs, max_rows or 0)
+        self.batches = BatchBuilder(
+            max_slots=limits.max_num_seqs,
+            max_rows=most_rows,
+            max_tokens=max(limits.max_step_tokens, most_rows),
+            max_pages=-(-limits.max_model_len // limits.page_size),
+            page_size=limits.page_size,
+            device=device,
+        )
+        self.eager_reason = device.type if device.type == "cpu" else "no graphs"
+        self._general = [False] * limits.max_num_seqs
+        self._broken_rows = 0
+
+    def launch(self, step: ScheduledStep) -> InFlight:
+        """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched."""
+        staged = self.batches.stage(step)
+        work = functools.partial(self._run, step, staged)
+        if self.device.type == "cpu":
+            return InFlight(step, lambda: self._read(step, work()))
+        return InFlight(step, functools.partial(self._read, step, work()))
+
+    # on the device, in the order of the steps
+
+    @torch.inference_mode()
+    def _run(self, step: ScheduledStep, staged: StagedBatch) -> _Outcome:
+        refused = self._set_up_slots(step)
+        batch = self.batches.to_device(staged)
+        general = any(self._general[row.slot] for row in step.rows if row.samples)
+        plan = self.kernels.plan_attention(batch.attention, self.model.attention_shape)
+        sampled = self.forward_and_sample(batch, plan, "general" if general else "argmax")
+        scored = {
+            index: self._score(sampled.hidden[first + row.scored_offset :][: len(row.scored_ids)], row)
+            for index, (row, first) in enumerate(zip(step.rows, staged.query_starts, strict=True))
+            if row.scored_ids
+        }
+        numbers = torch.cat((sampled.tokens, sampled.finite.long(), self.sampler.nan_rows.view(1)))
+        return _Outcome(
+            numbers=self._to_host(numbers),
+            logprobs=self._sampled_logprobs(step, sampled),
+            scored=scored,
+            refused=refused,
+            done=self._mark(),
+        )
+
+    def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
+        """The whole step on the device, as a function of the batch's tensors, the KV cache and the sampler's state.
+
+        For a decode batch this is what a graph captures: no host reads, no shapes that depend on values.
+        """
+        context = ForwardContext(
+            attention=batch.attention, attention_plan=plan, kv_cache=self.kv_cache, num_tokens=batch.num_tokens, flags=flags
+        )
+        if batch.step_kind == "decode":
+            hidden = self.model.forward(self.sampler.last_tokens[batch.sample_slots], batch.positions, context)
+            wanted = hidden
+        else:
+            decoding = batch.num_decode_rows
+            batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]
+            hidden = self.model.forward(batch.token_ids, batch.positions, context)
+            wanted = hidden[batch.sample_index]
+        if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
+            nothing = batch.sample_slots
+            return Sampled(nothing, nothing.bool(), hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)
+        logits = self.model.compute_logits(wanted)
+        tokens = sample(logits, batch.sample_slots, self.sampler, variant)
+        finite = wanted.isfinite().all(dim=-1) & logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
+        return Sampled(tokens, finite, logits, hidden)
+
+    def _set_up_slots(self, step: ScheduledStep) -> dict[int, str]:
+        """Tell the sampler of new requests. One that it cannot serve runs on, unheard, until the scheduler drops it."""
+        refused = {}
+        for index, row in enumerate(step.rows):
+            if row.setup is None:
+                continue
+            try:
+                self.sampler.set_slot(row.slot, row.setup.sampling, row.setup.prompt_token_ids, ())
+                self._general[row.slot] = needs_general(row.setup.sampling)
+            except Exception as error:
+                log.exception("request %d: its sampling parameters were refused", row.request_id)
+                refused[index] = f"the sampling parameters could not be applied: {error}"
+                self.sampler.clear_slot(row.slot)
+                self._general[row.slot] = False
+        return refused
+
+    def _score(self, hidden: Tensor, row: ScheduledRow) -> list[Logprobs]:
+        """Log-probabilities of the prompt tokens that `hidden` [n, H] predicts, in pieces that bound the memory of logits."""
+        piece = max(1, SCORING_LOGITS_BYTES // (4 * self.limits.vocab_size))
+        scores = []
+        for start in range(0, len(row.scored_ids), piece):
+            targets = torch.tensor(row.scored_ids[start : start + piece], dtype=torch.int64)
+            logits = self.model.compute_logits(hidden[start : start + piece])
+            scores.append(self._host_logprobs(gather_logprobs(logits, self._to_device(targets), row.scored_top)))
+        return scores
+
+    def _sampled_logprobs(self, step: ScheduledStep, sampled: Sampled) -> Logprobs | None:
+        asked = [row.logprobs for row in step.rows if row.samples]
+        wanted = [index for index, count in enumerate(asked) if count is not None]
+        if not wanted:
+            return None
+        logits, tokens = sampled.logits[: len(asked)], sampled.tokens[: len(asked)]
+        if len(wanted) < len(asked):
+            chosen = self._to_device(torch.tensor(wanted, dtype=torch.int64))
+            logits, tokens = logits[chosen], tokens[chosen]
+        return self._host_logprobs(gather_logprobs(logits, tokens, max(count or 0 for count in asked)))
+
+    # to and from the device
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """A copy that is under way; its pinned memory is not reused before the copy has run."""
+        if self.device.type == "cpu":
+            return values
+        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+    def _host_logprobs(self, values: Logprobs) -> Logprobs:
+        return Logprobs(*(self._to_host(value) for value in values))
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    # on the host
+
+    def _read(self, step: ScheduledStep, outcome: _Outcome) -> StepResult:
+        if outcome.done is not None:
+            outcome.done.synchronize()
+        numbers = outcome.numbers.tolist()
+        num_sampling = (len(numbers) - 1) // 2
+        logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
+        results, sampling = [], 0
+        for index, row in enumerate(step.rows):
+            error = outcome.refused.get(index)
+            token_id, own = None, None
+            if row.samples:
+                token_id, finite = numbers[sampling], numbers[num_sampling + sampling]
+                sampling += 1
+                own = _token_logprobs(token_id, next(logprobs), row.logprobs) if row.logprobs is not None else None
+                error = error or (None if finite else NOT_FINITE)
+            scores = [entry for piece in outcome.scored.get(index, ()) for entry in _as_tuples(piece)]
+            scored = tuple(
+                _token_logprobs(token, entry, row.scored_top) for token, entry in zip(row.scored_ids, scores, strict=True)
+            )
+            results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
+        nan_rows, self._broken_rows = numbers[-1] - self._broken_rows, numbers[-1]
+        decode_only = step.num_decode_rows == len(step.rows)
+        return StepResult(rows=tuple(results), nan_rows=nan_rows, eager_reason=self.eager_reason if decode_only else None)
+
+
+_Entry = tuple[float, int, list[int], list[float]]
+
+
+def _as_tuples(values: Logprobs) -> list[_Entry]:
+    """(logprob, rank, top ids, top logprobs) of each row."""
+    return list(
+        zip(values.logprobs.tolist(), values.ranks.tolist(), values.top_ids.tolist(), values.top_logprobs.tolist(), strict=True)
+    )
+
+
+def _token_logprobs(token_id: int, entry: _Entry, num_top: int) -> TokenLogprobs:
+    logprob, rank, top_ids, top_logprobs = entry
+    return TokenLogprobs(token_id, logprob, rank, tuple(top_ids[:num_top]), tuple(top_logprobs[:num_top]))
