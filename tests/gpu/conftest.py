@@ -1,0 +1,49 @@
+"""Tests of the GPU kernels: fresh random inputs each run, every result against the plain-torch reference in fp32."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import sys
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from minserve.kernels.interface import Kernels
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None if torch.cuda.is_available() else "no CUDA device"
+    for item in items:
+        item.add_marker(pytest.mark.gpu)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """A new seed each time; a failure's report shows it, and MINSERVE_TEST_SEED brings it back."""
+    value = int(os.environ.get("MINSERVE_TEST_SEED", secrets.randbelow(1 << 31)))
+    torch.manual_seed(value)
+    random.seed(value)
+    sys.stdout.write(f"MINSERVE_TEST_SEED={value}\n")
+    return value
+
+
+@pytest.fixture(params=["torch-gpu", "hopper"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    from minserve.kernels import stacks
+
+    return stacks.build(request.param, torch.device("cuda"))
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that torch.empty hands out holds NaN, or the largest integer, until the end of the test."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

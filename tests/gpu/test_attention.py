@@ -1,0 +1,105 @@
+"""Attention over the paged cache, where everything that no row may read is NaN."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gpu.kernel_samples import BF16, DEVICE, attention_truth, cache, distance, normal, same_bits, step
+from torch import Tensor
+
+from minserve.kernels.interface import AttentionMetadata, AttentionShape
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+ERROR = 8e-3
+SHAPES = {
+    "qwen3": AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5),
+    "qwen1.5": AttentionShape("gqa", 16, 16, 128, 0, 128**-0.5),
+    "qwen2": AttentionShape("gqa", 28, 4, 128, 0, 128**-0.5),
+    "qwen3-next": AttentionShape("gqa", 16, 2, 256, 0, 256**-0.5),
+    "tiny-gqa": AttentionShape("gqa", 4, 2, 32, 0, 32**-0.5),
+    "moonlight": AttentionShape("mla", 16, 1, 512, 64, 192**-0.5),
+    "deepseek-v3": AttentionShape("mla", 128, 1, 512, 64, 192**-0.5 * 1.87),
+    "tiny-mla": AttentionShape("mla", 4, 1, 32, 16, 40**-0.5),
+}
+
+
+def attention(path: str):
+    from minserve.kernels.triton_attention import TritonAttention
+
+    triton = TritonAttention(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    if path == "triton":
+        return triton
+    from minserve.kernels.flashinfer_attention import FlashInferAttention
+
+    return FlashInferAttention(DEVICE, triton, least_gqa_rows=1, least_mla_rows=1)
+
+
+def queries(shape: AttentionShape, tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    sizes = (shape.head_dim, shape.rope_dim) if shape.kind == "mla" else (shape.head_dim,)
+    return tuple(normal(tokens, shape.num_heads, size, dtype=dtype) for size in sizes)
+
+
+def run(attention, inputs: tuple[Tensor, ...], layer: Tensor, metadata: AttentionMetadata, shape: AttentionShape) -> Tensor:
+    function = attention.mla if shape.kind == "mla" else attention.gqa
+    return function(*inputs, layer, metadata, shape, attention.plan(metadata, shape))
+
+
+STEPS = {
+    "one row": lambda: step([1], [random.randint(600, 1200)], 64),
+    "a first token": lambda: step([1, 1], [1, 64], 64),
+    "decode": lambda: step([1] * 40, [random.randint(1, 700) for _ in range(40)], 64),
+    "decode, pages of 16": lambda: step([1] * 9, [random.randint(1, 700) for _ in range(9)], 16),
+    "prefill": lambda: step([300, 64, 5], [300, 64, 5], 64),
+    "mixed": lambda: step([1, 130, 1, 33, 200], [500, 400, 3, 33, 555], 64),
+}
+
+
+@pytest.mark.parametrize("path", ["triton", "flashinfer"])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", STEPS)
+def test_attention_equals_the_reference(path: str, name: str, kind: str) -> None:
+    shape, metadata = SHAPES[name], STEPS[kind]()
+    inputs, layer = queries(shape, sum(metadata.query_lens_host)), cache(metadata, SHAPES[name])
+    engine = attention(path)
+    result = run(engine, inputs, layer, metadata, shape)
+    assert result.shape == inputs[0].shape
+    truth = attention_truth(inputs, layer, metadata, shape)
+    assert distance(result, truth) < ERROR
+    # A row lost among many would hide in the whole.
+    assert distance(result[-1], truth[-1]) < 3 * ERROR
+    assert same_bits(result, run(engine, inputs, layer, metadata, shape))
+
+
+def test_long_rows_beside_short_ones() -> None:
+    shape = SHAPES["qwen3"]
+    metadata = step([1] * 3, [20000, 1, 700], 64)
+    inputs, layer = queries(shape, 3), cache(metadata, shape)
+    truth = attention_truth(inputs, layer, metadata, shape)
+    for path in ("triton", "flashinfer"):
+        assert distance(run(attention(path), inputs, layer, metadata, shape), truth) < ERROR
+
+
+@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-mla"])
+def test_fp32_attention(name: str) -> None:
+    shape, metadata = SHAPES[name], STEPS["mixed"]()
+    inputs = queries(shape, sum(metadata.query_lens_host), torch.float32)
+    layer = cache(metadata, shape, dtype=torch.float32)
+    truth = attention_truth(inputs, layer, metadata, shape)
+    assert distance(run(attention("flashinfer"), inputs, layer, metadata, shape), truth) < 1e-5
+
+
+def test_the_stack_s_own_choice_of_path() -> None:
+    from minserve.kernels.hopper import hopper
+
+    kernels = hopper(DEVICE)
+    for name in ("qwen3", "moonlight"):
+        shape = SHAPES[name]
+        for rows in (2, 70):
+            metadata = step([1] * rows, [random.randint(1, 500) for _ in range(rows)], 64)
+            inputs, layer = queries(shape, rows), cache(metadata, shape)
+            plan = kernels.plan_attention(metadata, shape)
+            function = kernels.mla_attention if shape.kind == "mla" else kernels.gqa_attention
+            result = function(*inputs, layer, metadata, shape, plan)
+            assert distance(result, attention_truth(inputs, layer, metadata, shape)) < ERROR

@@ -1,0 +1,158 @@
+"""Linear layers and routed experts, plain and FP8, at tiny and real widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu.kernel_samples import (
+    BF16,
+    DEVICE,
+    choices,
+    distance,
+    expert_truth,
+    expert_weights,
+    fp8,
+    normal,
+    one_expert,
+    quantised,
+    same_bits,
+)
+
+from minserve.kernels import reference
+from minserve.kernels.interface import Kernels, LinearWeight
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+# (experts, hidden, inner, top_k): a tiny one, then the widths of Qwen3-30B, Moonlight and DeepSeek-V3.
+SIZES = [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 2048, 4)]
+BF16_ERROR = 8e-3
+FP8_ACTIVATION_ERROR = 6e-2
+"""What quantising activations costs on random data, against unquantised ones."""
+FP8_ROUNDING = 1.5e-2
+"""Against a truth that quantises too: the two agree but for values near the middle of two FP8 numbers."""
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 30, 300])
+def test_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int], tokens: int) -> None:
+    experts, hidden, inner, top_k = sizes
+    weights = expert_weights(experts, hidden, inner, kind)
+    x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
+    before = x.clone()
+    result = kernels.experts_flat(x, ids, shares, weights)
+    error = distance(result, expert_truth(x, ids, shares, weights))
+    quantises = kind == "fp8" and kernels.name == "hopper" and tokens > 8
+    assert error < (FP8_ACTIVATION_ERROR if quantises else BF16_ERROR)
+    if quantises:
+        assert distance(result, expert_truth(x, ids, shares, weights, fp8_activations=True)) < FP8_ROUNDING
+    assert same_bits(x, before)
+    assert same_bits(result, kernels.experts_flat(x, ids, shares, weights))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 30, 300])
+def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, tokens: int) -> None:
+    weights = expert_weights(16, 2048, 768, kind)
+    x, (ids, shares) = normal(tokens, 2048), choices(tokens, 8, 16)
+    full = kernels.experts_flat(x, ids, shares, weights)
+    padded_ids, padded_x, padded_shares = ids.clone(), x.clone(), shares.clone()
+    padded_ids[2:], padded_x[2:], padded_shares[2:] = -1, float("nan"), float("nan")
+    padded = kernels.experts_flat(padded_x, padded_ids, padded_shares, weights)
+    assert same_bits(padded[:2], full[:2])
+    assert not padded[2:].any()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int]) -> None:
+    experts, hidden, inner, _ = sizes
+    weights = expert_weights(experts, hidden, inner, kind)
+    x, counts = normal(experts, 40, hidden), torch.randint(0, 41, (experts,), device=DEVICE, dtype=torch.int32)
+    counts[0], counts[1] = 0, 40
+    result = kernels.experts_masked(x, counts, weights)
+    bound = FP8_ACTIVATION_ERROR if kind == "fp8" and kernels.name == "hopper" else BF16_ERROR
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            truth = one_expert(x[slot, :count], slot, weights, False)
+            assert distance(result[slot, :count], truth) < bound, slot
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
+    from minserve.kernels import triton_experts
+
+    weights = expert_weights(4, 384, 640, kind)
+    for tokens in (9, 60, 150, 700):
+        x, (ids, shares) = normal(tokens, 384), choices(tokens, 2, 4)
+        result = triton_experts.experts_tiled(x, ids, shares, weights)
+        assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
+        if tokens <= 16:
+            result = triton_experts.experts_vector(x, ids, shares, weights)
+            assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256)])
+def test_pairs_are_placed_in_order(tokens: int, top_k: int, experts: int) -> None:
+    from minserve.kernels import triton_grouping
+
+    ids, _ = choices(tokens, top_k, experts)
+    flat, capacity = ids.flatten(), tokens
+    order = flat.argsort(stable=True)
+    order = order[flat[order] >= 0]
+    owner, counts = flat[order].long(), torch.bincount(flat[flat >= 0], minlength=experts)
+    rank = torch.arange(len(order), device=DEVICE) - (counts.cumsum(0) - counts)[owner]
+
+    masked = triton_grouping.place_masked(ids, experts, capacity)
+    assert torch.equal(masked.destinations[order].long(), owner * capacity + rank)
+    assert torch.equal(masked.counts.long(), counts)
+    assert (masked.destinations[flat < 0] == -1).all()
+
+    packed = triton_grouping.place_contiguous(ids, experts, 128)
+    padded = (counts + 127) // 128 * 128
+    assert torch.equal(packed.destinations[order].long(), (padded.cumsum(0) - padded)[owner] + rank)
+    assert packed.row_expert is not None
+    owners = torch.repeat_interleave(torch.arange(experts, device=DEVICE), padded)
+    assert torch.equal(packed.row_expert[: len(owners)].long(), owners)
+    assert (packed.row_expert[len(owners) :] == -1).all()
+
+    tiles = triton_grouping.tiles_of_pairs(ids, experts, 16)
+    rows = tiles.rows.view(-1, 16)[tiles.expert >= 0]
+    assert torch.equal(rows[rows >= 0].long(), order)
+    assert torch.equal(
+        flat[rows.clamp(min=0).long()][rows >= 0], tiles.expert[tiles.expert >= 0].repeat_interleave(16)[rows.flatten() >= 0]
+    )
+
+
+def test_quantised_rows_and_scales_equal_the_ideal() -> None:
+    from minserve.kernels import triton_grouping
+
+    x = normal(77, 2048)
+    rows, scales = triton_grouping.move_rows(x, 77, quantize=True)
+    assert scales is not None
+    assert scales.stride() == (80 * 16, 1, 80)
+    assert distance(rows.float() * scales[0].repeat_interleave(128, dim=1), quantised(x)) < 3e-3
+    gated, gated_scales = triton_grouping.move_rows(x, 77, gated=True, quantize=True)
+    assert gated_scales is not None
+    truth = reference.silu_and_mul(x.float())
+    assert distance(gated.float() * gated_scales[0].repeat_interleave(128, dim=1), truth) < 4e-2
+
+
+@pytest.mark.parametrize(("n", "k"), [(576, 7168), (5120, 2048), (2048, 1408), (256, 128), (200, 384)])
+@pytest.mark.parametrize("tokens", [1, 7, 33, 300])
+def test_fp8_linear_equals_the_reference(kernels: Kernels, n: int, k: int, tokens: int) -> None:
+    (weight, scale), x, bias = fp8(n, k), normal(tokens, k), normal(n)
+    for extra in (None, bias):
+        result = kernels.linear(x, LinearWeight(weight, scale), extra)
+        wide = None if extra is None else extra.float()
+        truth = reference.linear(x.float(), LinearWeight(weight, scale), wide)
+        quantises = kernels.name == "hopper" and tokens > 8 and n % 64 == 0
+        assert distance(result, truth) < (FP8_ACTIVATION_ERROR if quantises else BF16_ERROR)
+        if quantises:
+            assert distance(result, reference.linear(quantised(x), LinearWeight(weight, scale), wide)) < BF16_ERROR
+
+
+def test_plain_linear_takes_bf16_and_fp32(kernels: Kernels) -> None:
+    for dtype, bound in ((BF16, BF16_ERROR), (torch.float32, 1e-5)):
+        x, weight = normal(5, 2048, dtype=dtype), normal(128, 2048, dtype=dtype)
+        truth = x.double() @ weight.double().T
+        assert distance(kernels.linear(x, LinearWeight(weight), None), truth) < bound
