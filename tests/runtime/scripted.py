@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from minserve.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from minserve.runtime.scheduler import Limits, Scheduler
@@ -53,6 +54,14 @@ def expected(asked: Request, max_model_len: int) -> tuple[list[int], FinishReaso
     return outputs, FinishReason.LENGTH
 
 
+class Launched:
+    """A step whose work waits for its result to be asked for."""
+
+    def __init__(self, step: ScheduledStep, result: Callable[[], StepResult]) -> None:
+        self.step = step
+        self.result = result
+
+
 class ScriptedRunner:
     """Works a step only when its result is asked for, as a device does behind its queue."""
 
@@ -65,14 +74,14 @@ class ScriptedRunner:
         self.failing: dict[int, int] = {}
         """Request to length: its rows that reach that length end with an error."""
 
-    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+    def launch(self, step: ScheduledStep) -> Launched:
         assert step.num_tokens == sum(row.num_tokens for row in step.rows) <= self.limits.max_step_tokens
         assert [bool(row.token_ids) for row in step.rows] == sorted(bool(row.token_ids) for row in step.rows)
         assert step.num_decode_rows == sum(not row.token_ids for row in step.rows)
         assert len({row.slot for row in step.rows}) == len(step.rows)
         assert all(0 <= row.slot < self.limits.max_num_seqs for row in step.rows)
         self.steps.append(step)
-        return lambda: self._work(step)
+        return Launched(step, lambda: self._work(step))
 
     def _work(self, step: ScheduledStep) -> StepResult:
         written: set[tuple[int, int]] = set()
@@ -119,11 +128,12 @@ def score(prefix: Iterable[object], token: int) -> TokenLogprobs:
 class Loop:
     """The engine's loop without its socket: one step in flight while the next is made."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, runner: Any = None) -> None:
         self.limits = limits
         self.scheduler = Scheduler(limits)
-        self.runner = ScriptedRunner(limits)
-        self.in_flight: tuple[ScheduledStep, Callable[[], StepResult]] | None = None
+        self.runner = runner or ScriptedRunner(limits)
+        self.in_flight: Any = None
+        self.results: list[StepResult] = []
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
@@ -142,10 +152,11 @@ class Loop:
     def turn(self) -> bool:
         """One turn of the loop; False when nothing was left to do."""
         step = self.scheduler.schedule()
-        launched = (step, self.runner.launch(step)) if step is not None else None
+        launched = self.runner.launch(step) if step is not None else None
         retiring, self.in_flight = self.in_flight, launched
         if retiring is not None:
-            for output in self.scheduler.retire(retiring[0], retiring[1]()):
+            self.results.append(retiring.result())
+            for output in self.scheduler.retire(retiring.step, self.results[-1]):
                 self._collect(output)
         return retiring is not None or launched is not None
 

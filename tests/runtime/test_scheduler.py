@@ -96,7 +96,7 @@ def test_a_shared_page_is_never_written_by_its_second_user():
     rows = [row for step in loop.runner.steps for row in step.rows if row.request_id == 2]
     assert rows[0].write_from == 8
     assert rows[0].start == 7
-    shared = [row for step in loop.runner.steps for row in step.rows if row.request_id == 1][0].new_pages[:2]
+    shared = next(row for step in loop.runner.steps for row in step.rows if row.request_id == 1).new_pages[:2]
     assert rows[0].new_pages[:2] == shared
 
 
@@ -174,7 +174,9 @@ def test_a_preemption_at_every_length_keeps_the_newest_token(length):
 
 def test_the_work_thrown_away_stays_small():
     """A full house and a long queue: who is let in has room to get on, the more so after it was thrown out before."""
-    loop = Loop(make_limits(num_pages=60, max_model_len=200, chunked_prefill_size=64, max_num_seqs=16, enable_prefix_caching=False))
+    loop = Loop(
+        make_limits(num_pages=60, max_model_len=200, chunked_prefill_size=64, max_num_seqs=16, enable_prefix_caching=False)
+    )
     for index in range(40):
         loop.add(request(index, prompt(20, index), random.Random(index).randrange(20, 170)))
     loop.run()
@@ -193,7 +195,9 @@ def test_the_youngest_is_preempted_and_the_oldest_never():
     loop.run()
     for index in range(3):
         loop.check_answer(index)
-    firsts = [sum(row.table_offset == 0 for step in loop.runner.steps for row in step.rows if row.request_id == i) for i in range(3)]
+    firsts = [
+        sum(row.table_offset == 0 for step in loop.runner.steps for row in step.rows if row.request_id == i) for i in range(3)
+    ]
     assert firsts[0] == 1
     assert sum(firsts) == 3 + loop.scheduler.stats().num_preemptions
     setups = [row.request_id for step in loop.runner.steps for row in step.rows if row.setup is not None]
@@ -395,7 +399,8 @@ def test_one_bad_row_ends_its_request_alone_and_its_pages_are_not_trusted(length
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_tokens", "word"), [([], 3, "empty"), ([50], 3, "vocabulary"), ([-1], 3, "vocabulary"), ([1], -1, "max_tokens")]
+    ("tokens", "max_tokens", "word"),
+    [([], 3, "empty"), ([50], 3, "vocabulary"), ([-1], 3, "vocabulary"), ([1], -1, "max_tokens")],
 )
 def test_what_the_front_should_have_refused_ends_that_request_alone(tokens, max_tokens, word):
     loop = Loop(make_limits())
