@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import functools
 import importlib.util
 import logging
 import os
@@ -30,8 +32,10 @@ from minserve.server.app import serve
 ENGINE_MODULE = "minserve.runtime.engine"
 LISTEN_BACKLOG = 4096
 """Connections that may wait for the front; the kernel caps it at net.core.somaxconn."""
-_ENGINE_LEAVES_WITHIN = 5.0
+_ENGINE_LEAVES_WITHIN = 2.0
 """Seconds an engine gets to leave after its socket is closed, before it is killed."""
+_PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
 _LIBRARY_FOLDERS = ("nvshmem/lib", "nccl/lib")
 """Below the `nvidia` packages: libraries that vendor kernels look for by name only."""
 
@@ -96,6 +100,7 @@ def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[byte
             env=_engine_environment(theirs.fileno()),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
             process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
         )
     try:
@@ -107,6 +112,14 @@ def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[byte
         _end(process)
 
 
+def _die_with(front: int) -> None:
+    """Runs in the new process before exec: the kernel kills it when the front dies, from its first instruction on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != front:  # it died before the kernel was asked
+        os._exit(ExitCode.RANK_DIED)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Wait for an engine whose socket is closed; kill it when it does not leave."""
     try:
@@ -116,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        log.warning("engine 0 (pid %d) did not leave within %g s and was killed", process.pid, _ENGINE_LEAVES_WITHIN)
+        log.info("engine 0 (pid %d) was killed: it did not leave within %g s", process.pid, _ENGINE_LEAVES_WITHIN)
 
 
 def _cause_of_death(process: subprocess.Popen[bytes]) -> str:

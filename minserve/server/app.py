@@ -89,14 +89,15 @@ async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowRe
     try:
         while True:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # raises what made the load fail; that also closes the engines' sockets, a death of no news
+                waiting.discard(loading)
             if front.engines.death.done():
                 return _mourn(front.engines.death.result())
             if sweeping.done():
                 return _mourn(sweeping.result())
             if leaving.done():
                 return await _leave(front, signals)
-            loading.result()  # raises what made the load fail
-            waiting.discard(loading)
     finally:
         for task in (loading, sweeping, leaving):
             task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,11 +83,9 @@ def test_a_missing_checkpoint_exits_4(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_exits_4_with_the_file_that_is_damaged(model: str, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for file in Path(model).iterdir():
-        content = file.read_bytes()
-        (damaged / file.name).write_bytes(content[:-1] if file.suffix == ".safetensors" else content)
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
     code, said = run("launch", str(damaged), "--port", "0")
     assert code == 4
     assert "model.safetensors" in said
@@ -94,8 +93,7 @@ def test_a_damaged_checkpoint_exits_4_with_the_file_that_is_damaged(model: str, 
 
 
 def test_an_unsupported_architecture_exits_4_and_names_it(model: str, tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
+    foreign = shutil.copytree(model, tmp_path / "foreign")
     settings = json.loads((Path(model) / "config.json").read_text()) | {
         "architectures": ["MambaForCausalLM"],
         "model_type": "mamba",
@@ -106,8 +104,16 @@ def test_an_unsupported_architecture_exits_4_and_names_it(model: str, tmp_path: 
     assert "MambaForCausalLM" in said
 
 
+def test_a_checkpoint_without_tokenizer_exits_4_while_the_engine_still_starts(model: str, tmp_path: Path) -> None:
+    silent = shutil.copytree(model, tmp_path / "silent")
+    (silent / "tokenizer.json").unlink()
+    code, said = run("launch", str(silent), "--port", "0")
+    assert code == 4
+    assert "tokenizer.json" in said
+
+
 def test_a_context_that_cannot_fit_exits_5(model: str) -> None:
-    code, said = run("launch", model, "--port", "0", "--max-model-len", "2048", "--cpu-kv-cache-bytes", "100000")
+    code, said = run("launch", model, "--port", "0", "--max-model-len", "2048", "--cpu-kv-cache-bytes", "1000000")
     assert code == 5
     assert "--max-model-len" in said
 
