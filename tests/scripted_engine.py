@@ -1,4 +1,4 @@
-"""An engine's double for tests of the edge: speaks minserve.messages over a socket and emits scripted tokens. No model, no torch."""
+"""An engine's double for tests of the edge: speaks minserve.messages over a socket and emits scripted tokens. Knows no model."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class AdminEndpoints:
         """`{"prompt"}` or `{"messages"}` to `{"tokens", "count", "max_model_len"}`."""
         model = self._front.loaded()
 
-        def work(body: bytes) -> dict[str, Any]:
+        def work(body: bytes | bytearray) -> dict[str, Any]:
             fields = decode_object(body)
             text, special = _text_to_tokenize(fields, model)
             tokens = model.tokenizer.encode(text, special)
@@ -103,7 +103,7 @@ class AdminEndpoints:
         """`{"tokens"}` to `{"prompt"}`."""
         model = self._front.loaded()
 
-        def work(body: bytes) -> dict[str, Any]:
+        def work(body: bytes | bytearray) -> dict[str, Any]:
             fields = decode_object(body)
             raw = fields.raw("tokens")
             if raw is None:

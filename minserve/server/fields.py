@@ -13,7 +13,7 @@ _value_decoder = msgspec.json.Decoder()
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def decode_object(body: bytes) -> Fields:
+def decode_object(body: bytes | bytearray) -> Fields:
     """The body's top-level object, its values still undecoded. Raises ApiError when it is not one."""
     try:
         return Fields(_object_decoder.decode(body))

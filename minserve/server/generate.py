@@ -26,7 +26,7 @@ INLINE_BYTES = 4096
 """Bodies up to here are decoded and tokenised where they are: a thread would cost more than it frees."""
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Prepare = Callable[[bytes, LoadedModel], tuple[Options, list[Prompt]]]
+Prepare = Callable[[bytes | bytearray, LoadedModel], tuple[Options, list[Prompt]]]
 
 
 class GenerateEndpoints:

@@ -57,7 +57,7 @@ class ChatRequest:
     chat: Chat
 
 
-def parse_completion(body: bytes, facts: ModelFacts) -> CompletionRequest:
+def parse_completion(body: bytes | bytearray, facts: ModelFacts) -> CompletionRequest:
     """A body of /v1/completions. Raises ApiError naming the field."""
     fields = decode_object(body)
     model = _model(fields, facts)
@@ -71,7 +71,7 @@ def parse_completion(body: bytes, facts: ModelFacts) -> CompletionRequest:
     return CompletionRequest(options, prompts, fields.boolean("add_special_tokens", True))
 
 
-def parse_chat(body: bytes, facts: ModelFacts) -> ChatRequest:
+def parse_chat(body: bytes | bytearray, facts: ModelFacts) -> ChatRequest:
     """A body of /v1/chat/completions. Raises ApiError naming the field."""
     fields = decode_object(body)
     model = _model(fields, facts)

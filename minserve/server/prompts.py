@@ -11,7 +11,7 @@ from minserve.server.options import Options
 from minserve.server.prompt_limits import check_length
 
 
-def prepare_completion(body: bytes, model: LoadedModel) -> tuple[Options, list[Prompt]]:
+def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/completions, down to token ids. Raises ApiError."""
     request = openai.parse_completion(body, model.facts)
     made = []
@@ -24,7 +24,7 @@ def prepare_completion(body: bytes, model: LoadedModel) -> tuple[Options, list[P
     return request.options, made
 
 
-def prepare_chat(body: bytes, model: LoadedModel) -> tuple[Options, list[Prompt]]:
+def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/chat/completions, down to token ids. Raises ApiError."""
     request = openai.parse_chat(body, model.facts)
     text = render(request.chat, model)
@@ -48,7 +48,8 @@ def render(chat: openai.Chat, model: LoadedModel) -> str:
 def encode(text: str, add_special_tokens: bool, model: LoadedModel, param: str) -> list[int]:
     """Token ids, at least one and fewer than the context length. What is far too long is refused before it is tokenised."""
     limit = model.facts.context_length
-    check_length(model.tokenizer.fewest_tokens(len(text)), limit, param, at_least=True)
+    num_bytes = len(text) if text.isascii() else len(text.encode())
+    check_length(model.tokenizer.fewest_tokens(num_bytes), limit, param, at_least=True)
     token_ids = model.tokenizer.encode(text, add_special_tokens)
     if not token_ids:
         raise bad_request(f"{param} is empty, and this model has no start token to begin from", param)

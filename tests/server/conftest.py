@@ -146,7 +146,9 @@ class Edge:
     def metric(self, name: str, **labels: str) -> float:
         total = 0.0
         for line in self.get("/metrics").body.decode().splitlines():
-            if line.startswith((f"minserve:{name}{{", f"minserve:{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            if line.startswith((f"minserve:{name}{{", f"minserve:{name} ")) and all(
+                f'{k}="{v}"' in line for k, v in labels.items()
+            ):
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
@@ -182,7 +184,7 @@ def vocabulary(model_dir: Path) -> Vocabulary:
 def says(vocabulary: Vocabulary, text: str) -> Script:
     """A script that emits this text's tokens and then EOS."""
     tokens = [*vocabulary.ids(text), vocabulary.eos]
-    return lambda request: tokens
+    return lambda _: tokens
 
 
 @pytest.fixture(scope="session")
@@ -215,8 +217,8 @@ def start_edge(model_dir: Path, vocabulary: Vocabulary) -> Callable[..., Abstrac
 
 
 @pytest.fixture(scope="module")
-def edge(start_edge: Callable[..., AbstractContextManager[Edge]], vocabulary: Vocabulary) -> Iterator[Edge]:
-    """A server that a module's tests share. It says what `say` was told last; the first word is the prompt's seed."""
+def edge(start_edge: Callable[..., AbstractContextManager[Edge]]) -> Iterator[Edge]:
+    """A server that a module's tests share; `say` tells it what to answer."""
     with start_edge("hello world") as shared:
         yield shared
 
@@ -232,7 +234,7 @@ class Say:
         self._edge.engine.script = says(self._vocabulary, text)
 
     def tokens(self, tokens: list[int]) -> None:
-        self._edge.engine.script = lambda request: tokens
+        self._edge.engine.script = lambda _: tokens
 
     def by_request(self, script: Callable[[Request], list[int]]) -> None:
         self._edge.engine.script = script
@@ -243,5 +245,3 @@ def say(edge: Edge, vocabulary: Vocabulary) -> Iterator[Say]:
     yield Say(edge, vocabulary)
     edge.engine.script = says(vocabulary, "hello world")
     edge.engine.step_seconds = 0.0
-
-

@@ -225,7 +225,7 @@ def test_token_ids_are_returned_on_request(edge: Edge, say: Say, vocabulary: Voc
 
 def test_several_choices(edge: Edge, say: Say, vocabulary: Vocabulary) -> None:
     counter = itertools.count(1)
-    say.by_request(lambda request: [*vocabulary.ids("a" * next(counter)), vocabulary.eos])
+    say.by_request(lambda _: [*vocabulary.ids("a" * next(counter)), vocabulary.eos])
     body = edge.complete(["x", "yy"], n=2).json
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a"), (1, "aa"), (2, "aaa"), (3, "aaaa")]
     assert body["usage"]["completion_tokens"] == 1 + 2 + 3 + 4 + 4
@@ -235,7 +235,7 @@ def test_several_choices(edge: Edge, say: Say, vocabulary: Vocabulary) -> None:
 
 def test_best_of_shows_the_likeliest(edge: Edge, say: Say, vocabulary: Vocabulary) -> None:
     texts = itertools.cycle(["zz", "aa", "mm", "bb"])  # the scripted engine's log-probability falls with the id
-    say.by_request(lambda request: [*vocabulary.ids(next(texts)), vocabulary.eos])
+    say.by_request(lambda _: [*vocabulary.ids(next(texts)), vocabulary.eos])
     body = edge.complete(best_of=4, n=2).json
     assert sorted(c["text"] for c in body["choices"]) == sorted(expected_best(vocabulary, ["zz", "aa", "mm", "bb"], 2))
     assert body["choices"][0]["logprobs"] is None
@@ -327,7 +327,7 @@ def test_tokenize_and_detokenize(edge: Edge, vocabulary: Vocabulary) -> None:
     assert edge.post("/detokenize", {"tokens": [97] * 10_000}).json["prompt"] == "a" * 10_000
 
 
-def test_a_long_prompt_becomes_the_same_ids_as_a_short_one(edge: Edge, start_edge: Any, vocabulary: Vocabulary) -> None:
+def test_a_long_prompt_becomes_the_same_ids_as_a_short_one(start_edge: Any, vocabulary: Vocabulary) -> None:
     with start_edge("ok", max_model_len=100_000) as roomy:
         assert roomy.complete("ab" * 20_000).status == 200
         assert roomy.engine.added[-1].prompt_token_ids == [vocabulary.bos, *vocabulary.ids("ab" * 20_000)]

@@ -47,6 +47,11 @@ def connect(edge: Edge, receive_buffer: int | None = None) -> socket.socket:
     return client
 
 
+def read_to_the_end(client: socket.socket) -> None:
+    while client.recv(1 << 20):
+        pass
+
+
 def test_300_streams_cut_after_one_chunk(endless: Edge) -> None:
     clients = [connect(endless) for _ in range(300)]
     for client in clients:
@@ -116,8 +121,7 @@ def test_a_reader_that_stops_is_cut_off_and_holds_nobody_up(endless: Edge, monke
     assert endless.metric("aborts_total", cause="slow_reader") == 1
     assert endless.metric("aborts_total") == 1
     with pytest.raises(ConnectionError):
-        while slow.recv(1 << 20):
-            pass
+        read_to_the_end(slow)
     slow.close()
 
 

@@ -159,9 +159,7 @@ def test_bodies_over_the_limit(start_edge: Start) -> None:
 
 def test_a_size_over_the_limit_is_refused_before_the_body_comes(start_edge: Start) -> None:
     with start_edge("ok", max_body_bytes=10_000) as edge, socket.create_connection(("127.0.0.1", edge.port), timeout=5) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n"
-        )
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
 

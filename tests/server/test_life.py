@@ -124,7 +124,7 @@ ours, theirs = socket.socketpair()
 listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
 listener.listen()
-ready = Ready(model_type="x", vocab_size=263, max_model_len=1 << 30, max_num_seqs=8, eos_token_ids=(), num_pages=1 << 30,
+ready = Ready(model_type="x", vocab_size=263, max_model_len=1 << 20, max_num_seqs=8, eos_token_ids=(), num_pages=1 << 30,
               page_size=64, startup_seconds={}, info={})
 def endless(_):
     while True:

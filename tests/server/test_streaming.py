@@ -210,11 +210,13 @@ def test_an_error_before_the_first_token_is_an_error_response(edge: Edge) -> Non
     assert answer.error["message"] == "the row was not finite"
 
 
-def test_an_error_under_way_is_one_event_and_no_end_mark(start_edge: Start, vocabulary: Vocabulary) -> None:
+def test_an_error_under_way_is_one_event_and_no_end_mark(start_edge: Start) -> None:
     with start_edge("abcdefgh" * 20) as edge:
         edge.engine.step_seconds = 0.01
         body = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         with socket.create_connection(("127.0.0.1", edge.port), timeout=10) as client:
             client.sendall(head.encode() + body)
             received = client.recv(65536)

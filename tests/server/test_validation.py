@@ -209,7 +209,9 @@ def test_bad_tools(edge: Edge, tool: Any, param: str) -> None:
     refused(edge, "/v1/chat/completions", {"messages": [USER], "tools": [tool]}, param)
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt":NaN}'])
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[1]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt":NaN}']
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"])
 def test_bodies_that_are_no_json_object(edge: Edge, path: str, body: bytes) -> None:
     refused(edge, path, body, "body")

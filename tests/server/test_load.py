@@ -1,0 +1,163 @@
+"""Bursts, full queues and long prompts: the server answers, keeps answering others, and holds a bounded amount."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Answer, Edge
+from tests.server.test_life import Child
+
+Start = Callable[..., AbstractContextManager[Edge]]
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Room for both ends of a burst in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_2000_connections_at_once_get_an_answer_each(start_edge: Start) -> None:
+    body = b'{"prompt":"x","max_tokens":2}'
+    request = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with start_edge("ok", max_queued_requests=500) as edge, selectors.DefaultSelector() as selector:
+        edge.engine.running.clear()  # nobody is served before all have come: the queue must overflow
+        received: dict[socket.socket, bytes] = {}
+        for _ in range(2000):
+            client = socket.socket()
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(("127.0.0.1", edge.port))
+            selector.register(client, selectors.EVENT_WRITE)
+            received[client] = b""
+        open_clients = len(received)
+        deadline = time.monotonic() + 20
+        while open_clients:
+            assert time.monotonic() < deadline
+            if not edge.engine.running.is_set() and edge.engine.num_live >= 564:
+                edge.engine.running.set()
+            for key, events in selector.select(0.1):
+                client = key.fileobj
+                assert isinstance(client, socket.socket)
+                if events & selectors.EVENT_WRITE:
+                    client.sendall(request)
+                    selector.modify(client, selectors.EVENT_READ)
+                    continue
+                part = client.recv(65536)
+                received[client] += part
+                if not part:
+                    selector.unregister(client)
+                    client.close()
+                    open_clients -= 1
+        statuses = [answer[9:12] for answer in received.values()]
+        assert set(statuses) == {b"200", b"429"}
+        assert statuses.count(b"200") >= 564
+        full = next(answer for answer in received.values() if answer[9:12] == b"429")
+        assert b"Retry-After: " in full
+        assert json.loads(full.partition(b"\r\n\r\n")[2])["error"]["code"] == "queue_full"
+        assert edge.engine.num_live == 0
+        assert edge.complete().status == 200
+
+
+def test_a_full_queue_is_429_and_opens_again(start_edge: Start) -> None:
+    with start_edge("ok", max_queued_requests=2, num_seqs=1) as edge:
+        edge.engine.running.clear()
+        answers: list[Answer] = []
+        threads = [threading.Thread(target=lambda: answers.append(edge.complete())) for _ in range(3)]
+        for number, thread in enumerate(threads):
+            thread.start()
+            edge.wait_for(lambda number=number: edge.engine.num_live == number + 1)
+        refused = edge.complete(stream=True)
+        assert refused.status == 429
+        assert refused.error["type"] == "rate_limit_error"
+        assert int(refused.headers["Retry-After"]) > 0
+        assert edge.get("/health").status == 200
+        edge.engine.running.set()
+        for thread in threads:
+            thread.join(5)
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        assert edge.complete(n=100).status == 200  # wider than batch and queue together, and legal
+
+
+def test_too_many_large_bodies_at_once(start_edge: Start) -> None:
+    with start_edge("ok", max_body_bytes=100_000, max_model_len=1 << 20) as edge:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+        clients = [socket.create_connection(("127.0.0.1", edge.port), timeout=5) for _ in range(4)]
+        for client in clients:
+            client.sendall(head + b"x" * 99_999)
+        edge.wait_for(lambda: edge.post("/v1/completions", {"prompt": "y" * 50_000}).status == 429)
+        for client in clients:
+            client.close()
+        edge.wait_for(lambda: edge.post("/v1/completions", {"prompt": "y" * 50_000}).status == 200)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Child]:
+    """In a process of its own: the test's own work must not count as the server's."""
+    child = Child(model_dir, 1.0)
+    child.wait_for("/ready", b"HTTP/1.0 200")
+    yield child
+    child.process.kill()
+    child.process.wait()
+
+
+def slowest_probe(server: Child, body: bytes, path: str = "/v1/completions") -> tuple[float, int]:
+    """Seconds of the slowest /health while this body is answered, and the answer's status."""
+    statuses: list[int] = []
+
+    def work() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        statuses.append(connection.getresponse().status)
+        connection.close()
+
+    thread = threading.Thread(target=work)
+    slowest = 0.0
+    thread.start()
+    while thread.is_alive():
+        began = time.monotonic()
+        assert server.get("/health").startswith(b"HTTP/1.0 200")
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.02)
+    return slowest, statuses[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"prompt": "hello " * (27_000_000 // 6)}, 400),
+        ({"prompt": "é" * (27_000_000 // 6)}, 400),
+        ({"prompt": list(range(1, 100)) * 70_000}, 400),
+        ({"messages": [{"role": "user", "content": "hello " * (27_000_000 // 6)}]}, 400),
+        ({"unknown": [{"a": [1, 2, 3]}] * 400_000, "prompt": "x", "max_tokens": 1}, 200),
+        ({"prompt": "hello " * 200_000}, 400),
+    ],
+    ids=["text", "escaped", "ids", "chat", "unknown", "tokenised"],
+)
+def test_a_long_prompt_does_not_hold_up_health(server: Child, fields: dict[str, Any], status: int) -> None:
+    body = json.dumps(fields).encode()
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    measured = []
+    for _ in range(5):  # the machine may be busy with other things: one quiet run proves it
+        slowest, answered = slowest_probe(server, body, path)
+        assert answered == status
+        measured.append(slowest)
+        if slowest < 0.1:
+            return
+    pytest.fail(f"/health took {measured} s")
