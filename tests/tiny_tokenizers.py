@@ -24,9 +24,8 @@ def write_tokenizer(directory: Path, kind: str, **config: Any) -> Path:
     tokenizer = {"byte_level": _byte_level, "sentencepiece": _sentencepiece, "metaspace": _metaspace, "word_level": _word_level}[
         kind
     ]()
-    tokenizer.add_tokens(
-        [AddedToken(THINK, special=False, normalized=False), AddedToken("</think>", special=False, normalized=False)]
-    )
+    # "né e" holds letters of the byte alphabet beside a space, which is not one of them.
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (THINK, "</think>", "né e")])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     return _write_config(directory, config)

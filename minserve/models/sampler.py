@@ -6,6 +6,7 @@ captured graph. N: rows of the step, V: vocabulary.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -45,7 +46,7 @@ class SamplerState:
         """fp32 [slots + 1, ...]: the parameters, then what is added at `integers`' ids: biases, -inf for stop ids."""
         self.integers = self._neutral[1].repeat(rows, 1)
         """int64 [slots + 1, ...]: the parameters, then the ids of biases and of stop tokens."""
-        self.output_index = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.output_index = torch.zeros(rows, dtype=torch.int32, device=device)
         """Output tokens that each slot's request has so far."""
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """The newest token of each slot: the next step's input, without a way over the host."""
@@ -53,9 +54,15 @@ class SamplerState:
         """How often each id is in the output; meaningful only for slots with a penalty."""
         self.in_prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         """Whether each id is in the prompt; meaningful only for slots with a repetition penalty."""
-        self.nan_rows = torch.zeros((), dtype=torch.int64, device=device)
-        """Rows so far whose logits had no finite maximum; their token is 0."""
+        self.broken_rows = torch.zeros(rows, dtype=torch.int32, device=device)
+        """How often each slot's logits had no finite maximum; its token was 0 then."""
+        self.one = torch.ones(1, dtype=torch.int32, device=device)
         self.id_steps = token_id_steps(vocab_size, device)
+
+    @property
+    def nan_rows(self) -> Tensor:
+        """int64 []: rows so far without a finite maximum, padding not counted; summed on the device when asked for."""
+        return self.broken_rows[: self.max_slots].sum()
 
     def set_slot(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -87,7 +94,7 @@ class SamplerState:
         self.integers[slot].copy_(self._neutral[1])
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
-        return self._staged(torch.tensor(token_ids, dtype=torch.int64)).to(self.device, non_blocking=True)
+        return self._staged(torch.frombuffer(array("q", token_ids), dtype=torch.int64)).to(self.device, non_blocking=True)
 
     def _staged(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
@@ -111,20 +118,21 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant)
     else:
         parts = [_draw(*rows, state) for rows in zip(logits.split(ROWS_AT_ONCE), slots.split(ROWS_AT_ONCE), strict=True)]
         best, tokens = (torch.cat(column) for column in zip(*parts, strict=True))
-    broken = ~best.isfinite()
+    # Few and small kernels: at batch 1 each costs as much as its launch.
+    broken = best * 0.0 != 0.0
     tokens = tokens.masked_fill(broken, 0)
-    state.nan_rows.add_((broken & (slots < state.max_slots)).sum())
+    one = state.one.expand_as(slots)
+    state.broken_rows.index_add_(0, slots, broken.to(torch.int32))
     state.last_tokens.index_copy_(0, slots, tokens)
-    state.output_index.index_add_(0, slots, torch.ones_like(slots))
-    counted = slots * state.vocab_size + tokens
-    state.token_counts.view(-1).index_add_(0, counted, torch.ones_like(slots, dtype=torch.int32))
+    state.output_index.index_add_(0, slots, one)
+    state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), one)
     return tokens
 
 
 def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, Tensor]:
     """The general variant for a few rows -> (largest processed logit [n], token [n])."""
     reals, integers = state.reals[slots], state.integers[slots]
-    output_index = state.output_index[slots]
+    output_index = state.output_index[slots].to(torch.int64)
 
     def real(column: int) -> Tensor:
         return reals[:, column : column + 1]
@@ -142,7 +150,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, T
 
     # Gumbel-max: the largest of logit plus independent Gumbel numbers is a draw from the softmax. Greedy rows have noise 0.
     noise = log_exponential(row_keys(integers[:, _SEED_KEY], output_index), state.id_steps)
-    scores = (values - noise * real(_NOISE)).masked_fill_(values < threshold, -torch.inf)
+    scores = torch.addcmul(values, noise, real(_NOISE), value=-1.0).masked_fill_(values < threshold, -torch.inf)
     return values.amax(dim=-1), scores.argmax(dim=-1)
 
 
@@ -180,15 +188,14 @@ def _rows_of(params: SamplingParams, vocab_size: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"at most {MAX_LOGIT_BIAS} logit biases and {MAX_STOP_TOKEN_IDS} stop ids with min_tokens are possible")
     reals = torch.zeros(_NUM_REALS + _SPARSE, dtype=torch.float32)
     integers = torch.zeros(_NUM_INTEGERS + _SPARSE, dtype=torch.int64)
-    drawn = not params.greedy
-    reals[_TEMPERATURE] = params.temperature if drawn else 1.0
-    reals[_NOISE] = 1.0 if drawn else 0.0
-    reals[_TOP_P] = params.top_p if drawn else 1.0
-    reals[_MIN_P] = params.min_p if drawn else 0.0
+    reals[_TEMPERATURE] = 1.0 if params.greedy else params.temperature
+    reals[_NOISE] = 0.0 if params.greedy else 1.0
+    reals[_TOP_P] = params.top_p
+    reals[_MIN_P] = params.min_p
     reals[_REPETITION] = params.repetition_penalty
     reals[_FREQUENCY] = params.frequency_penalty
     reals[_PRESENCE] = params.presence_penalty
-    integers[_TOP_K] = params.top_k if drawn else 0
+    integers[_TOP_K] = params.top_k
     integers[_MIN_TOKENS] = params.min_tokens
     integers[_SEED_KEY] = seed_key(params.seed)
     if biases := params.logit_bias:

@@ -1,8 +1,8 @@
 """Random numbers that depend on nothing but (seed, output index, token id). Knows nothing of logits or of sampling rules.
 
 The same numbers come at any row of any batch and again after a preemption, inside a CUDA graph or not: they are computed
-with integer tensor arithmetic from a counter, and no generator state exists. The mixing function is the finaliser of
-SplitMix64 (Steele, Lea and Flood, 2014); the same seed and index give all token ids of one sequence of that generator.
+with integer tensor arithmetic from counters, and no generator state exists. The arithmetic is SplitMix64's (Steele, Lea and
+Flood, 2014), twice: the output index counts through the sequence of the seed, the token id through the sequence of that key.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 _WORD = 1 << 64
-_ID_STEP = 0x9E3779B97F4A7C15
-_INDEX_STEP = 0xD1342543DE82EF95
+_STEP = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _UNIT_BITS = 40
@@ -20,7 +19,7 @@ _UNIT_BITS = 40
 
 def seed_key(seed: int) -> int:
     """A request's seed as a well mixed int64, so that neighbouring seeds share nothing."""
-    word = (seed + _ID_STEP) % _WORD
+    word = (seed + _STEP) % _WORD
     word = (word ^ (word >> 30)) * _MIX_1 % _WORD
     word = (word ^ (word >> 27)) * _MIX_2 % _WORD
     return _signed(word ^ (word >> 31))
@@ -28,12 +27,12 @@ def seed_key(seed: int) -> int:
 
 def token_id_steps(vocab_size: int, device: torch.device) -> Tensor:
     """int64 [vocab_size]: what each token id adds to a row's key; computed once."""
-    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_ID_STEP)
+    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_STEP)
 
 
 def row_keys(seed_keys: Tensor, output_indexes: Tensor) -> Tensor:
     """int64 [N] each -> int64 [N]: one key for each (seed, output index)."""
-    return _mix(seed_keys + output_indexes * _signed(_INDEX_STEP))
+    return _mix(seed_keys + output_indexes * _signed(_STEP))
 
 
 def log_exponential(keys: Tensor, id_steps: Tensor) -> Tensor:

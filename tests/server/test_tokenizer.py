@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 import time
+import unicodedata
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -169,6 +170,17 @@ def bound_tokenizer(kind: str) -> Tokenizer:
         return Tokenizer.load(write_tokenizer(Path(name), kind))
 
 
+def test_the_bound_allows_for_composition() -> None:
+    """Text that the normaliser composes has more bytes than its tokens, here more than any token has."""
+    tokenizer = bound_tokenizer("byte_level")
+    hangul = tokenizer.encode("안녕하세요")
+    assert len(hangul) == 1
+    text = unicodedata.normalize("NFD", "안녕하세요") * 9
+    assert len(text.encode()) > 9 * max(map(len, tokenizer.pieces.pieces))
+    assert tokenizer.encode(text) == hangul * 9
+    assert tokenizer.fewest_tokens(len(text.encode())) <= 9
+
+
 def test_the_bound_is_of_use_and_absent_where_text_may_vanish(tmp_path: Path) -> None:
     assert Tokenizer.load(write_tokenizer(tmp_path / "b", "byte_level")).fewest_tokens(30_000_000) > 100_000
     assert Tokenizer.load(write_tokenizer(tmp_path / "b", "byte_level")).fewest_tokens(0) == 0
@@ -254,12 +266,10 @@ def test_tiktoken_reserves_256_ids_that_nobody_names(tmp_path: Path) -> None:
     ],
 )
 def test_kimi_cuts_text_by_script_case_and_digits(text: str, words: list[str]) -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for word in words:
-        encoded = word.encode()
-        for end in range(2, len(encoded) + 1):
-            ranks.setdefault(encoded[:end], len(ranks))
-    # A whole word becomes one token only if the pattern neither cuts it nor joins it to a neighbour.
+    # With every substring in the vocabulary a part becomes one token exactly as the pattern cut it.
+    content = text.encode()
+    parts = sorted({content[i:j] for i in range(len(content)) for j in range(i + 1, len(content) + 1)}, key=len)
+    ranks = {part: rank for rank, part in enumerate(dict.fromkeys([bytes([byte]) for byte in range(256)] + parts))}
     encoding = tiktoken.Encoding("kimi", pat_str=kimi_split_pattern(), mergeable_ranks=ranks, special_tokens={})
     assert [encoding.decode([token_id]) for token_id in encoding.encode_ordinary(text)] == words
 
