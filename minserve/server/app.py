@@ -115,7 +115,8 @@ async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
         starting.cancel()
     log.info("ready: %s, context of %d tokens, at %s", model.facts.name, model.facts.context_length, url)
     example = '{"messages": [{"role": "user", "content": "What is 23 + 58?"}]}'
-    log.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, example)
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if front.config.api_key else ""
+    log.info("try: curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'", url, key, example)
 
 
 async def _sweep(front: Front, slow_readers: SlowReaders) -> Death:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import struct
@@ -212,6 +213,25 @@ def test_twenty_at_once_get_what_each_gets_alone(server: ServerProcess) -> None:
     with ThreadPoolExecutor(20) as pool:
         for _ in range(2):  # the second time with a full prefix cache
             assert list(pool.map(answer, bodies)) == alone
+
+
+def test_a_burst_beyond_the_soft_limit_of_open_files_is_answered(server: ServerProcess) -> None:
+    """The server was started with `ulimit -Sn 1024`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    connections: list[socket.socket] = []
+    try:
+        for number in range(1500):
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            connections.append(connection)
+            connection.sendall(post("/v1/completions", {"prompt": [number % 250], "max_tokens": 1}))
+        statuses = {connection.recv(12) for connection in connections}
+    finally:
+        for connection in connections:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert statuses == {b"HTTP/1.1 200"}, "1500 requests fit in the queue of 2048"
+    everything_is_free(server)
 
 
 def test_health_stays_quick_while_the_engine_computes(server: ServerProcess) -> None:
