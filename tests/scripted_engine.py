@@ -104,7 +104,7 @@ class ScriptedEngine:
             self._connection.close()
 
     def _turn(self) -> bool:
-        busy = self._live and self.running.is_set()
+        busy = bool(self._live) and self.running.is_set()
         readable, _, _ = select.select([self._connection], [], [], 0 if busy or self._outbox else 0.005)
         if self.frozen.is_set():
             time.sleep(0.005)

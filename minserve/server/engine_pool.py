@@ -15,6 +15,9 @@ from minserve.server.balancer import Balancer
 from minserve.server.engine_client import Death, EngineClient
 from minserve.server.mailbox import Mailbox
 
+_REQUESTS_PER_MESSAGE = 64
+"""A message must stay far below the frame limit, and the engine shall begin before the last one is written."""
+
 
 class _Live(NamedTuple):
     mailbox: Mailbox
@@ -79,7 +82,8 @@ class EnginePool:
                 ids.append(request.id)
         self._idle.clear()
         for rank, requests in by_rank.items():
-            self.engines[rank].send(AddRequests(requests))
+            for start in range(0, len(requests), _REQUESTS_PER_MESSAGE):
+                self.engines[rank].send(AddRequests(requests[start : start + _REQUESTS_PER_MESSAGE]))
         return ids
 
     def finish(self, request_id: int, num_tokens: int) -> None:

@@ -118,10 +118,18 @@ class _Events:
         for number, pieces in outputs:
             offset = self._echoed.get(number)
             if offset is None:
+                if not pieces and self._prompt_is_unread(number):
+                    continue
                 offset = self._echoed[number] = self._open(number, parts)
             for piece in pieces:
                 parts.append(self.writer.piece(number, piece, offset))
         return b"".join(parts)
+
+    def _prompt_is_unread(self, number: int) -> bool:
+        """An echo with log-probabilities cannot be written before those of the prompt are there."""
+        options = self._generation.options
+        wanted = options.echo and options.logprobs is not None
+        return wanted and self._generation.choices[number].prompt_logprobs is None
 
     def _open(self, number: int, parts: list[bytes]) -> int:
         generation = self._generation

@@ -10,6 +10,9 @@ from minserve.server.loaded_model import LoadedModel
 from minserve.server.options import Options
 from minserve.server.prompt_limits import check_length
 
+MAX_TOTAL_TOKENS = 1 << 23
+"""Prompt tokens of one body, each choice counted: every choice carries its prompt to the engine."""
+
 
 def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/completions, down to token ids. Raises ApiError."""
@@ -21,6 +24,7 @@ def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Opt
             made.append(Prompt(encode(prompt, request.add_special_tokens, model, param), prompt))
         else:
             made.append(Prompt(prompt, None))
+    _check_total(made, request.options, "prompt")
     return request.options, made
 
 
@@ -28,7 +32,16 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
     """A body of /v1/chat/completions, down to token ids. Raises ApiError."""
     request = openai.parse_chat(body, model.facts)
     text = render(request.chat, model)
-    return request.options, [Prompt(encode(text, True, model, "messages"), text)]
+    made = [Prompt(encode(text, True, model, "messages"), text)]
+    _check_total(made, request.options, "n")
+    return request.options, made
+
+
+def _check_total(prompts: list[Prompt], options: Options, param: str) -> None:
+    total = options.best_of * sum(len(prompt.token_ids) for prompt in prompts)
+    if total > MAX_TOTAL_TOKENS:
+        message = f"The prompts of all choices add up to {total} tokens; one request may have {MAX_TOTAL_TOKENS}"
+        raise bad_request(message, param)
 
 
 def render(chat: openai.Chat, model: LoadedModel) -> str:

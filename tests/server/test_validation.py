@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
 from tests.server.conftest import MAX_MODEL_LEN, Edge, Vocabulary
 
+Start = Callable[..., AbstractContextManager[Edge]]
 HUGE = 10**40
 
 BAD_FIELDS: list[tuple[str, Any]] = [
@@ -313,3 +316,10 @@ def test_a_wrong_content_type_is_told(edge: Edge, kind: str) -> None:
 def test_json_types_are_taken(edge: Edge) -> None:
     for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
         assert edge.post("/v1/completions", b'{"prompt":"x"}', {"Content-Type": kind}).status == 200
+
+
+def test_choices_of_a_long_prompt_are_bounded_in_sum(start_edge: Start) -> None:
+    with start_edge("ok", max_model_len=100_000) as roomy:
+        refused(roomy, "/v1/completions", {"prompt": [1] * 90_000, "n": 128}, "prompt")
+        refused(roomy, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 90_000}], "n": 128}, "n")
+        assert roomy.complete([1] * 90_000, n=2, max_tokens=1).status == 200
