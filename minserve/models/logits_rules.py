@@ -48,7 +48,8 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     by_top_k = ordered.gather(1, last_rank)
 
     mass = (ordered - largest).exp_().mul_(_MASS_UNIT).to(torch.int64).masked_fill_(ordered < by_top_k, 0)
-    # One long sum over all rows is far faster on a GPU than one for each row, and with integers just as exact.
+    # One long sum over all rows is far faster on a GPU than one for each row, and with integers just as exact. A broken row
+    # adds multiples of 2**63 (what NaN becomes), which leaves the order within later rows as it is.
     up_to = mass.view(-1).cumsum(dim=0).view_as(mass)
     before_row = up_to[:, :1] - mass[:, :1]
     limit = ((up_to[:, -1:] - before_row).to(torch.float64) * top_p).ceil_().to(torch.int64)
