@@ -3,6 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 VENV ?= .venv
 # The CPU build of torch is small; the plain name brings gigabytes of CUDA. It is taken from wherever pip is set up to look,
 # else from its own index, else the plain build does as well. A GPU machine says: make setup TORCH=torch TORCH_INDEX=
+JOBS ?= 2
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -16,7 +17,7 @@ serve: setup
 	$(BIN)/minserve launch $(FLAGS)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
