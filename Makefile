@@ -1,9 +1,10 @@
 # The one place that pins the CPU set-up. `make serve` and `make test` need nothing but git, make and Python 3.11 or newer.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(name) $(NEW_ENOUGH) 2>/dev/null && echo $(name))))
 VENV ?= .venv
+# Processes of the test suite; each needs about a gigabyte.
+JOBS ?= 2
 # The CPU build of torch is small; the plain name brings gigabytes of CUDA. It is taken from wherever pip is set up to look,
 # else from its own index, else the plain build does as well. A GPU machine says: make setup TORCH=torch TORCH_INDEX=
-JOBS ?= 2
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
