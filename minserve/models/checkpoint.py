@@ -142,12 +142,10 @@ def _read_index(path: Path) -> _Index:
     index: _Index = _read_json(path, lambda body: parse_strict_json(body, msgspec.json.Decoder(_Index).decode))
     if not index.weight_map:
         raise CheckpointError(f"{path}: weight_map is empty")
-    for name, file in index.weight_map.items():
+    for file in sorted(set(index.weight_map.values())):
         parts = PurePosixPath(file)
         if not file.endswith(".safetensors") or parts.is_absolute() or ".." in parts.parts or not file.isprintable():
-            raise CheckpointError(
-                f"{path}: {name!r:.200} is said to be in {file!r:.200}, which is not a safetensors file beside the index"
-            )
+            raise CheckpointError(f"{path}: weight_map names {file!r:.200}, which is not a safetensors file beside the index")
     return index
 
 
@@ -206,11 +204,12 @@ def _prove_index(
     if twice:
         raise CheckpointError(f"{model_dir}: tensors that are in more than one indexed file: {named(twice)}")
     gaps = []
+    paths = {file: model_dir / file for file in set(index.weight_map.values())}
     for name, file in index.weight_map.items():
         found = holders.get(name)
         if not found:
             gaps.append(f"{name:.200} is not in {file}")
-        elif found[0].file != model_dir / file:
+        elif found[0].file is not paths[file] and found[0].file != paths[file]:
             gaps.append(f"{name} is not in {file} but in {found[0].file.name}")
     if gaps:
         raise CheckpointError(f"{model_dir / INDEX_NAME} disagrees with the files: {named(gaps)}")

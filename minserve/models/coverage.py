@@ -84,7 +84,7 @@ def _merge(begin: _Bytes, end: _Bytes) -> _Bytes:
 
 def _ranges(views: _NamedViews) -> tuple[_Bytes, _Bytes, _Bytes]:
     """(begins, ends, index into views) of all contiguous byte runs, by rising begin."""
-    runs = [_runs(name, view) for name, view in views]
+    runs = [_runs(view) for _, view in views]
     begin = np.concatenate([np.zeros(0, np.int64), *(begins for begins, _ in runs)])
     counts = [begins.size for begins, _ in runs]
     length = np.repeat(np.array([length for _, length in runs], np.int64), counts)
@@ -93,16 +93,13 @@ def _ranges(views: _NamedViews) -> tuple[_Bytes, _Bytes, _Bytes]:
     return begin[order], (begin + length)[order], owner[order]
 
 
-def _runs(name: str, view: Tensor) -> tuple[_Bytes, int]:
+def _runs(view: Tensor) -> tuple[_Bytes, int]:
     """(begins, length) in bytes of a strided view's contiguous runs, whatever the order of its dimensions."""
     dimensions = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1)
     run = 1
     while dimensions and dimensions[0][0] == run:
         run *= dimensions.pop(0)[1]
-    begins, reach = np.array([view.storage_offset()], np.int64), run
+    begins = np.array([view.storage_offset()], np.int64)
     for stride, size in dimensions:
-        if stride < reach:
-            raise CheckpointError(f"{name}: its destination visits the same memory more than once")
-        reach += stride * (size - 1)
         begins = (begins[:, None] + stride * np.arange(size, dtype=np.int64)).reshape(-1)
     return begins * view.element_size(), run * view.element_size()

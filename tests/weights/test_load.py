@@ -44,6 +44,18 @@ def test_every_type_loads_into_every_type(tmp_path: Path, dtype: torch.dtype, st
     assert not report.skipped
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("piece", [1, 100, 1000])
+def test_tensors_in_many_pieces_land_where_they_belong(
+    tmp_path: Path, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minserve.models.weight_reader.PIECE_BYTES", piece)
+    tensors = toy_tensors()
+    model = ToyModel(dtype=dtype)
+    load_weights(model, checkpoint_of(tmp_path, tensors))
+    assert_loaded(model, tensors)
+
+
 def test_models_built_in_inference_mode_and_with_gradients_load(tmp_path: Path) -> None:
     tensors = toy_tensors()
     checkpoint = checkpoint_of(tmp_path, tensors)
