@@ -70,6 +70,7 @@ def quantize_checkpoint(source: Path, target: Path) -> tuple[int, int]:
                 written[name] = tensor
                 kept += 1
         save_file(written, target / file.name, metadata={"format": "pt"})
+        (target / file.name).chmod(0o644)  # the library leaves it to its owner alone
         weight_map |= dict.fromkeys(written, file.name)
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in written.values())
     if (source / INDEX_NAME).exists():

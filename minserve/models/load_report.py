@@ -48,7 +48,7 @@ class LoadReport:
             widened = f"; {self.dequantized:,} dequantised at load" if self.dequantized else ""
             lines = [
                 f"weights   {self.directory}",
-                f"read      {self.tensors:,} tensors, {gigabytes(self.bytes_read)} from {self.files:,} files "
+                f"read      {self.tensors:,} tensors, {gigabytes(self.bytes_read)} from {self.files:,} file{'s' * (self.files != 1)} "
                 f"in {self.seconds:.1f} s ({self.gb_per_second:.2f} GB/s)",
                 f"formats   {kinds}{widened}",
                 f"written   {gigabytes(self.bytes_written)} of parameters, each byte exactly once",
