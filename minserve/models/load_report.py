@@ -46,9 +46,10 @@ class LoadReport:
         else:
             kinds = ", ".join(f"{count:,} {name}" for name, count in sorted(self.formats.items()))
             widened = f"; {self.dequantized:,} dequantised at load" if self.dequantized else ""
+            files = f"{self.files:,} file{'' if self.files == 1 else 's'}"
             lines = [
                 f"weights   {self.directory}",
-                f"read      {self.tensors:,} tensors, {gigabytes(self.bytes_read)} from {self.files:,} file{'s' * (self.files != 1)} "
+                f"read      {self.tensors:,} tensors, {gigabytes(self.bytes_read)} from {files} "
                 f"in {self.seconds:.1f} s ({self.gb_per_second:.2f} GB/s)",
                 f"formats   {kinds}{widened}",
                 f"written   {gigabytes(self.bytes_written)} of parameters, each byte exactly once",
