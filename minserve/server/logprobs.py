@@ -22,10 +22,12 @@ class LogprobFormat:
         self._tokens_as_ids = tokens_as_ids
 
     def token_name(self, token_id: int) -> str:
-        r"""The token's text; a part of a character is named by its bytes, `bytes:\xe2\x82`, so that names stay apart."""
-        if self._tokens_as_ids:
-            return f"token_id:{token_id}"
+        r"""The token's text. Names stay apart: a part of a character is named by its bytes, `bytes:\xe2\x82`, and an id that
+        only the model has by its number.
+        """
         piece = self._tokenizer.token_bytes(token_id)
+        if self._tokens_as_ids or not piece:
+            return f"token_id:{token_id}"
         try:
             return piece.decode()
         except UnicodeDecodeError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_engine import logprobs_of
 
 from minserve.request import Request
+from minserve.server.logprobs import LogprobFormat
+from minserve.server.tokenizer import Tokenizer
 from tests.server.conftest import MAX_MODEL_LEN, Edge, Say, Vocabulary
 
 
@@ -168,6 +171,11 @@ def test_chat_logprobs(edge: Edge, say: Say) -> None:
     assert [top["token"] for top in content[2]["top_logprobs"]] == ['"', "!"]
     bare = edge.chat(logprobs=True).json["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in bare] == [[]] * 4
+
+
+def test_ids_that_only_the_model_has_are_named_by_number(model_dir: Path) -> None:
+    names = LogprobFormat(Tokenizer.load(model_dir), tokens_as_ids=False)
+    assert [names.token_name(token) for token in (97, 5000, 0xE2)] == ["a", "token_id:5000", "bytes:\\xe2"]
 
 
 def test_completion_logprobs_hold_the_chosen_tokens_very_own_float(edge: Edge, say: Say) -> None:

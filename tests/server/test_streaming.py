@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -230,14 +231,15 @@ def test_an_error_under_way_is_one_event_and_no_end_mark(start_edge: Start) -> N
 
 
 def test_every_event_is_sent_as_soon_as_its_token_is_there(start_edge: Start) -> None:
-    with start_edge("abc") as edge:
-        edge.engine.running.clear()
-        edge.engine.step_seconds = 0.1
+    tokens: queue.Queue[int] = queue.Queue()
+    with start_edge(lambda _: iter(tokens.get, -1)) as edge:
         body = b'{"prompt":"x","stream":true}'
         with socket.create_connection(("127.0.0.1", edge.port), timeout=10) as client:
             client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            edge.wait_for(lambda: edge.engine.num_live == 1)
-            edge.engine.running.set()
-            seen = [client.recv(65536) for _ in range(3)]
+            seen = []
+            for token in (97, 98, 99):  # the next token exists only once the one before has arrived
+                tokens.put(token)
+                seen.append(client.recv(65536))
+            tokens.put(-1)
         assert [part.count(b"data: ") for part in seen] == [1, 1, 1]
-        assert seen[0].startswith(b"HTTP/1.0 200 OK")
+        assert seen[0].startswith(b"HTTP/1.0 200 OK")  # in one packet with the first event
