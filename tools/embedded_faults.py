@@ -63,6 +63,8 @@ class Values:
     """bool [N]: greedy decoding gives the right answer and then stops."""
     answer: Tensor
     """fp32 [N]: log-probability of the right answer and the end of the turn."""
+    tokens: list[list[float]]
+    """The same, token by token."""
     prompt: Tensor
     """fp32 [N]: of the prompt's tokens, the first not counted. Training left these free, so they tell of every expert."""
 
@@ -76,7 +78,8 @@ def measure(
 ) -> Values:
     """Values of each (prompt, right answer), in the pairs' order."""
     order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))
-    values = Values(torch.empty(len(pairs), dtype=torch.bool), torch.empty(len(pairs)), torch.empty(len(pairs)))
+    empty = torch.empty(len(pairs))
+    values = Values(torch.empty(len(pairs), dtype=torch.bool), empty, [[] for _ in pairs], torch.empty(len(pairs)))
     device = model.embed.device
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
@@ -89,6 +92,8 @@ def measure(
         prompt = ~answer & (target != embedded_tokenizer.PAD_ID)
         values.exact[chosen] = right.all(-1).cpu()
         values.answer[chosen] = (log_probability * answer).sum(-1).cpu()
+        for row, index in enumerate(chosen):
+            values.tokens[index][:] = log_probability[row][answer[row]].tolist()
         values.prompt[chosen] = (log_probability * prompt).sum(-1).cpu()
     return values
 

@@ -1,4 +1,4 @@
-"""Writes the embedded model's `arithmetic.json`: the held-out conversations of `minserve eval arithmetic` and their float32 values.
+"""Writes `arithmetic.json`: the held-out conversations of `minserve eval arithmetic` and the embedded model's float32 values.
 
 `python -m tools.held_out_reference` renews the file of the checkpoint inside the package.
 """
@@ -36,7 +36,7 @@ def write_reference(directory: Path, of_each: int = OF_EACH) -> None:
             "part": one.part,
             "messages": one.messages()[:-1],
             "answer": one.turns[-1].assistant,
-            "log_probability": round(values.answer[index].item(), 6),
+            "log_probabilities": [round(value, 6) for value in values.tokens[index]],
             "prompt_log_probability": round(values.prompt[index].item(), 4),
         }
         for index, one in enumerate(conversations)
