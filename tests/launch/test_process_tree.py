@@ -139,6 +139,7 @@ def test_kill_9_of_the_front_takes_the_engine_along_and_frees_the_port(
     engine, port = server.engine(), server.port
     server.process.kill()
     gone(engine, within=3.0)
+    server.process.wait(3)
     with socket.create_server(("127.0.0.1", port)):
         pass
 
