@@ -69,7 +69,7 @@ class ChatTemplate:
             _mark_end(prepared)
         variables = {**self._special_tokens, "documents": None, **extra, "messages": prepared, "tools": tools or None}
         try:
-            text = template.render(**variables, add_generation_prompt=add_generation_prompt)
+            text = template.render({**variables, "add_generation_prompt": add_generation_prompt})
         except ChatTemplateError:
             raise
         except Exception as error:  # a template may fail in any way; the fault is this request's alone

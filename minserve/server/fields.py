@@ -8,13 +8,23 @@ import msgspec
 
 from minserve.server.api_errors import bad_request
 
+MAX_ELEMENTS = 1 << 16
+"""Most objects and arrays of a body."""
+MAX_STRINGS = 1 << 17
+"""Most strings of a body."""
+MAX_VALUES = 1 << 20
+"""Most values of a body, token ids among them."""
+MAX_VALUES_OF_FIELD = 1 << 18
+"""Most values of a field that is not a prompt."""
+_COUNTED_AT_ONCE = 1 << 20
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _value_decoder = msgspec.json.Decoder()
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def decode_object(body: bytes | bytearray) -> Fields:
-    """The body's top-level object, its values still undecoded. Raises ApiError when it is not one."""
+    """The body's top-level object, its values still undecoded. Raises ApiError when it is not one, or holds too many values."""
+    _check_structure(body)
     try:
         return Fields(_object_decoder.decode(body))
     except msgspec.ValidationError as error:
@@ -115,6 +125,8 @@ class Fields:
 
 
 def decode_value(raw: bytes | msgspec.Raw, param: str) -> Any:
+    if bytes(memoryview(raw)[:1]) in (b"[", b"{"):
+        _check_number(raw, param)
     try:
         return _value_decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -122,10 +134,35 @@ def decode_value(raw: bytes | msgspec.Raw, param: str) -> Any:
 
 
 def decode_array(raw: bytes | msgspec.Raw, param: str) -> list[msgspec.Raw]:
+    """The elements, still undecoded; meant for arrays of objects."""
+    _check_number(raw, param)
     try:
         return _array_decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         raise bad_request(f"{param} must be an array", param) from None
+
+
+def _check_structure(body: bytes | bytearray) -> None:
+    """Refuses what would take long to decode, since a decoder lets no other thread run, and many small values take longest.
+
+    The marks are counted wherever they stand: a text with so many of them is beyond every model's context.
+    """
+    limits = ((b",", MAX_VALUES, "values"), (b"[{", MAX_ELEMENTS, "objects and arrays"), (b'"', 2 * MAX_STRINGS, "strings"))
+    for marks, limit, what in limits:
+        if sum(_count(body, bytes([mark]), limit) for mark in marks) > limit:
+            raise bad_request(f"The body holds more than {limit} {what}", "body", "body_too_complex")
+
+
+def _check_number(raw: bytes | msgspec.Raw, param: str) -> None:
+    if _count(raw, b",", MAX_VALUES_OF_FIELD) >= MAX_VALUES_OF_FIELD:
+        raise bad_request(f"{param} holds more than {MAX_VALUES_OF_FIELD} values", param, "body_too_complex")
+
+
+def _count(data: bytes | bytearray | msgspec.Raw, mark: bytes, limit: int) -> int:
+    """Occurrences of one byte, exact up to `limit`. Counted in pieces: between them other threads run."""
+    if len(view := memoryview(data)) <= limit:
+        return 0
+    return sum(bytes(view[start : start + _COUNTED_AT_ONCE]).count(mark) for start in range(0, len(view), _COUNTED_AT_ONCE))
 
 
 def _range(least: int, most: int | None) -> str:

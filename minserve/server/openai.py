@@ -7,13 +7,15 @@ that would change the answer and are not supported are refused.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import msgspec
 
+from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.chat_messages import parse_messages, parse_tools
-from minserve.server.fields import Fields, decode_array, decode_object, decode_value, is_number
+from minserve.server.fields import Fields, decode_object, decode_value, is_number
 from minserve.server.model_facts import ModelFacts
 from minserve.server.options import Options, SamplingOptions
 from minserve.server.prompt_limits import check_length
@@ -30,6 +32,8 @@ _INT64 = 1 << 63
 
 _NOT_SUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "suffix")
 _ids_decoder = msgspec.json.Decoder(list[int])
+_id_lists_decoder = msgspec.json.Decoder(list[list[int]])
+_texts_decoder = msgspec.json.Decoder(list[str])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,12 +108,32 @@ def parse_prompts(fields: Fields, facts: ModelFacts) -> list[str | list[int]]:
     if bytes(memoryview(raw)[:1]) != b"[":
         return [_one_prompt(raw, "prompt", facts)]
     start = bytes(memoryview(raw)[1:65]).lstrip()[:1]
-    if start in (b'"', b"["):
-        elements = decode_array(raw, "prompt")
-        if len(elements) > MAX_SEQUENCES:
-            raise bad_request(f"{len(elements)} prompts are over the limit of {MAX_SEQUENCES}", "prompt")
-        return [_one_prompt(element, prompt_name(index, len(elements)), facts) for index, element in enumerate(elements)]
-    return [_one_prompt(raw, "prompt", facts)]
+    if start not in (b'"', b"["):
+        return [_one_prompt(raw, "prompt", facts)]
+    prompts = _several_prompts(raw, texts=start == b'"')
+    if len(prompts) > MAX_SEQUENCES:
+        raise bad_request(f"{len(prompts)} prompts are over the limit of {MAX_SEQUENCES}", "prompt")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            _check_prompt_ids(prompt, prompt_name(index, len(prompts)), facts)
+    return prompts
+
+
+def _several_prompts(raw: msgspec.Raw, *, texts: bool) -> list[str | list[int]]:
+    """Decoded in one go, for a decoder that knows the type stops at the first wrong element."""
+    try:
+        return list((_texts_decoder if texts else _id_lists_decoder).decode(raw))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        where = re.search(r"\$(\[\d+\])", str(error))
+        kind = "strings" if texts else "lists of token ids"
+        raise bad_request(f"prompt must hold {kind} only: {error}", f"prompt{where[1] if where else ''}") from None
+
+
+def _check_prompt_ids(ids: list[int], param: str, facts: ModelFacts) -> None:
+    check_length(len(ids), facts.context_length, param)
+    if not ids:
+        raise bad_request(f"{param} must hold at least one token", param)
+    _check_vocabulary(ids, param, facts)
 
 
 def prompt_name(index: int, count: int) -> str:
@@ -128,11 +152,15 @@ def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None
         ids = _ids_decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise bad_request(f"{param} must be a string or an array of integers: {error}", param) from None
+    _check_vocabulary(ids, param, facts)
+    return ids
+
+
+def _check_vocabulary(ids: list[int], param: str, facts: ModelFacts) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
         index, wrong = next((index, id_) for index, id_ in enumerate(ids) if not 0 <= id_ < facts.vocab_size)
         shown = wrong if abs(wrong) < _INT64 else "a very large number"
         raise bad_request(f"{param}[{index}] is {shown}; token ids are 0 to {facts.vocab_size - 1}", param)
-    return ids
 
 
 def _template_arguments(fields: Fields) -> dict[str, Any]:
@@ -142,7 +170,7 @@ def _template_arguments(fields: Fields) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs")
-    for name in ("messages", "tools", "add_generation_prompt"):
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
         if name in value:
             raise bad_request(f"chat_template_kwargs must not set {name}", "chat_template_kwargs")
     return value
@@ -152,8 +180,7 @@ def _one_prompt(raw: msgspec.Raw, param: str, facts: ModelFacts) -> str | list[i
     first = bytes(memoryview(raw)[:1])
     if first == b"[":
         ids = token_ids(raw, param, facts, facts.context_length)
-        if not ids:
-            raise bad_request(f"{param} must hold at least one token", param)
+        _check_prompt_ids(ids, param, facts)
         return ids
     text = decode_value(raw, param)
     if not isinstance(text, str):
@@ -214,6 +241,12 @@ def _sampling(fields: Fields, facts: ModelFacts, echo: bool) -> SamplingOptions:
     min_tokens = fields.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_request(f"min_tokens ({min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
+    ignore_eos = fields.boolean("ignore_eos", False)
+    stop_token_ids = _stop_token_ids(fields, facts)
+    num_stop_ids = len({*stop_token_ids, *(() if ignore_eos else facts.stop_token_ids)})
+    if min_tokens > 0 and num_stop_ids > MAX_STOP_TOKEN_IDS:
+        message = f"min_tokens goes with at most {MAX_STOP_TOKEN_IDS} stop ids, the model's own included; here are {num_stop_ids}"
+        raise bad_request(message, "stop_token_ids")
     temperature = fields.number("temperature", 0, 2)
     top_k = fields.integer("top_k", -1) or 0
     return SamplingOptions(
@@ -228,8 +261,8 @@ def _sampling(fields: Fields, facts: ModelFacts, echo: bool) -> SamplingOptions:
         frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
         seed=fields.integer("seed", -_INT64, _INT64 - 1),
         logit_bias=_logit_bias(fields, facts),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        stop_token_ids=_stop_token_ids(fields, facts),
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_ids,
     )
 
 
@@ -269,6 +302,8 @@ def _logit_bias(fields: Fields, facts: ModelFacts) -> dict[int, float]:
         return {}
     if not isinstance(value, dict):
         raise bad_request("logit_bias must be an object of token ids and numbers", "logit_bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise bad_request(f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are possible", "logit_bias")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < facts.vocab_size):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from tests.server.conftest import MAX_MODEL_LEN, Edge, Vocabulary
 
 Start = Callable[..., AbstractContextManager[Edge]]
@@ -119,6 +120,7 @@ BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
     ("tool_choice", 5),
     ("chat_template_kwargs", [1]),
     ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"self": 1}),
     ("add_generation_prompt", "x"),
 ]
 
@@ -323,3 +325,29 @@ def test_choices_of_a_long_prompt_are_bounded_in_sum(start_edge: Start) -> None:
         refused(roomy, "/v1/completions", {"prompt": [1] * 90_000, "n": 128}, "prompt")
         refused(roomy, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 90_000}], "n": 128}, "n")
         assert roomy.complete([1] * 90_000, n=2, max_tokens=1).status == 200
+
+
+def test_what_the_sampler_has_no_room_for_is_refused(edge: Edge, vocabulary: Vocabulary) -> None:
+    many = {f"{token:04d}": 1 for token in range(MAX_LOGIT_BIAS + 1)}
+    error = refused(edge, "/v1/completions", {"prompt": "x", "logit_bias": many}, "logit_bias")
+    assert "at most 300" in error["message"]
+    assert edge.complete(logit_bias={str(token): 1 for token in range(vocabulary.size)}).status == 200
+    full = list(range(MAX_STOP_TOKEN_IDS))  # with the model's EOS one too many
+    error = refused(edge, "/v1/completions", {"prompt": "x", "stop_token_ids": full, "min_tokens": 1}, "stop_token_ids")
+    assert "here are 129" in error["message"]
+    assert edge.complete(stop_token_ids=full, min_tokens=1, ignore_eos=True).status == 200
+    assert edge.complete(stop_token_ids=full[1:], min_tokens=1).status == 200
+    assert edge.complete(stop_token_ids=full).status == 200
+
+
+def test_bodies_that_would_take_long_to_decode_are_refused(edge: Edge) -> None:
+    for body, param in (
+        (b'{"unknown":[' + b"1," * (1 << 20) + b'1],"prompt":"x"}', "body"),
+        (b'{"unknown":[' + b"[]," * (1 << 16) + b'1],"prompt":"x"}', "body"),
+        (b'{"unknown":[' + b'"",' * (1 << 17) + b'1],"prompt":"x"}', "body"),
+        (b'{"stop":[' + b"1," * (1 << 18) + b'1],"prompt":"x"}', "stop"),
+        (b'{"messages":[' + b"1," * (1 << 18) + b'1],"prompt":"x"}', "messages"),
+    ):
+        answer = edge.post("/v1/chat/completions", body)
+        assert (answer.status, answer.error["param"], answer.error["code"]) == (400, param, "body_too_complex")
+    assert edge.complete([[5] * 200] * 200, max_tokens=1).status == 200
