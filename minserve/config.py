@@ -37,8 +37,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     api_key: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     chat_template: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
+    tool_call_parser: Literal[
+        "auto", "none", "deepseek_v3", "deepseek_r1", "deepseek_v31", "kimi_k2", "hermes", "qwen3_coder"
+    ] = "auto"
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "deepseek_v31", "kimi_k2", "qwen3"] = "auto"
     max_body_bytes: int = 64 << 20
     max_queued_requests: int = 2048
     drain_timeout: float = 30.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from minserve.request import FinishReason, TokenLogprobs, TokenOutput
+from minserve.server.answer_format import CallDelta, Reasoning
 from minserve.server.api_errors import ApiError
 from minserve.server.detokenizer import Detokenizer, TextStream
 from minserve.server.options import Options
@@ -12,7 +14,7 @@ from minserve.server.token_pieces import TokenPieces
 
 
 class Piece(NamedTuple):
-    """What is new in a choice. Without text only at its end, or where tokens give none."""
+    """What is new in a choice. Neither text nor anything aside it only at its end."""
 
     text: str
     token_ids: list[int]
@@ -21,6 +23,8 @@ class Piece(NamedTuple):
     offsets: list[int]
     """For each log-probability: characters of output text before its token."""
     finish_reason: str | None = None
+    aside: Sequence[Reasoning | CallDelta] = ()
+    """What is new and not part of the content."""
 
 
 class Choice:
@@ -35,7 +39,10 @@ class Choice:
             include_stop=options.include_stop,
             min_tokens=options.sampling.min_tokens,
             continues_text=True,
+            answer=options.answer,
         )
+        self._calls_are_a_stop = options.answer is not None and options.answer.calls_are_a_stop
+        self._has_calls = False
         self._offset_text = None
         if options.engine_logprobs is not None:
             skip = options.skip_special_tokens
@@ -51,6 +58,10 @@ class Choice:
         self.sum_logprobs = 0.0
         """Over the output tokens, when log-probabilities were asked for."""
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._text.num_reasoning_tokens
 
     def feed(self, output: TokenOutput) -> list[Piece]:
         """New pieces, one for each token that made text visible. Raises ApiError when the engine gave this choice up."""
@@ -72,8 +83,9 @@ class Choice:
                 self.stopped_early = output.finish_reason is None
                 made.append(self._end(text, "stop"))
                 return made
-            if text:
-                made.append(self._take(text, None))
+            aside = self._text.take_aside()
+            if text or aside:
+                made.append(self._take(text, None, aside))
         if output.finish_reason is not None:
             rest = self._text.finish()
             made.append(self._end(rest, "stop" if self._text.stopped is not None else output.finish_reason.value))
@@ -95,14 +107,19 @@ class Choice:
             self.sum_logprobs += logprobs.logprob
 
     def _end(self, text: str, reason: str) -> Piece:
-        self.finish_reason = reason
         if self._text.stopped is not None:
             surplus = self.num_tokens - self._text.stopped.num_tokens
             for entries in self._pending[1:4] if surplus else ():
                 del entries[-surplus:]
             self.num_tokens -= surplus
-        return self._take(text, reason)
+        aside = self._text.take_aside()
+        called = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
+        if reason == "stop" and called and not self._calls_are_a_stop:
+            reason = "tool_calls"
+        self.finish_reason = reason
+        return self._take(text, reason, aside)
 
-    def _take(self, text: str, finish_reason: str | None) -> Piece:
+    def _take(self, text: str, finish_reason: str | None, aside: Sequence[Reasoning | CallDelta]) -> Piece:
+        self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
         pending, self._pending = self._pending, Piece("", [], [], [])
-        return Piece(text, pending.token_ids, pending.logprobs, pending.offsets, finish_reason)
+        return Piece(text, pending.token_ids, pending.logprobs, pending.offsets, finish_reason, aside)

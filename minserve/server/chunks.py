@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from minserve.request import TokenLogprobs
+from minserve.server.answer_format import CallDelta, Reasoning
 from minserve.server.api_errors import ApiError
 from minserve.server.choice import Piece
 from minserve.server.logprobs import LogprobFormat
@@ -75,19 +76,19 @@ class ChunkWriter:
         return self._chunk(index, b'"text":' + _encode(text), _encode(logprobs), b"null", b"")
 
     def piece(self, index: int, piece: Piece, offset: int) -> bytes:
-        """A piece of text and, at the end of a choice, its last chunk. `offset`: characters echoed before the answer."""
+        """What is new and, at the end of a choice, its last chunk. `offset`: characters echoed before the answer."""
         made = b""
+        extras = (b"null", b"") if self._plain else self._extras(piece, offset)
+        contents = [_reasoning(part) for part in piece.aside if isinstance(part, Reasoning)]
         if piece.text:
-            extras = (b"null", b"") if self._plain else self._extras(piece, offset)
-            text = self._shape.text_open + _encode(piece.text) + self._shape.text_close
-            made = self._chunk(index, text, extras[0], b"null", extras[1])
+            contents.append(self._shape.text_open + _encode(piece.text) + self._shape.text_close)
+        contents += [_call(part) for part in piece.aside if isinstance(part, CallDelta)]
+        for content in contents:
+            made += self._chunk(index, content, extras[0], b"null", extras[1])
+            extras = (b"null", b',"token_ids":[]' if self._options.return_token_ids else b"")
         if piece.finish_reason is None:
             return made
-        bare = self._plain or bool(piece.text)
-        logprobs, ids = (b"null", b',"token_ids":[]' if self._options.return_token_ids else b"")
-        if not bare:
-            logprobs, ids = self._extras(piece, offset)
-        return made + self._chunk(index, self._shape.no_text, logprobs, b'"' + piece.finish_reason.encode() + b'"', ids)
+        return made + self._chunk(index, self._shape.no_text, extras[0], b'"' + piece.finish_reason.encode() + b'"', extras[1])
 
     def last(self) -> bytes:
         """After all choices: the usage chunk when it was asked for, and the end mark."""
@@ -126,3 +127,16 @@ class ChunkWriter:
         if self._shape.is_chat:
             return self._logprobs.chat(entries, number)
         return self._logprobs.completion(entries, [offset + characters for characters in offsets], number)
+
+
+def _reasoning(part: Reasoning) -> bytes:
+    text = _encode(part.text)
+    return b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + b"}"
+
+
+def _call(part: CallDelta) -> bytes:
+    function: dict[str, str] = {"arguments": part.arguments}
+    call: dict[str, Any] = {"index": part.number, "function": function}
+    if part.name is not None:
+        call = {"index": part.number, "id": part.call_id, "type": "function", "function": {"name": part.name, **function}}
+    return b'"delta":{"tool_calls":[' + _encode(call) + b"]}"

@@ -10,6 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from minserve.server.answer_format import AnswerFormat, AnswerReader, CallDelta, Part, Reasoning
 from minserve.server.token_pieces import TokenPieces
 
 _UNREADABLE = "\ufffd"
@@ -22,9 +23,17 @@ class Detokenizer:
     space) then do not apply.
     """
 
-    def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
+    def __init__(
+        self,
+        pieces: TokenPieces,
+        *,
+        skip_special_tokens: bool = True,
+        continues_text: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown`: special tokens that are text all the same."""
         self._pieces = pieces
-        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._skipped = pieces.special - shown if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._byte_run = bytearray()
         self._at_first_token = not continues_text
@@ -77,6 +86,7 @@ class StopMatch:
     """A stop string was found: which one, and how many tokens it took to complete it."""
 
     stop: str
+    """Empty when not a string ended the text but a call beyond the one that was allowed."""
     num_tokens: int
 
 
@@ -183,16 +193,26 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
         continues_text: bool = False,
+        answer: AnswerFormat | None = None,
     ) -> None:
-        """`min_tokens`: stop strings are looked for only in the text of later tokens."""
-        self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, continues_text=continues_text)
-        self._checker = StopChecker(stop, include_stop=include_stop) if stop else None
+        """`min_tokens`: stop strings are looked for only in the text of later tokens. `answer`: read reasoning and tool calls."""
+        self._detokenizer = Detokenizer(
+            pieces,
+            skip_special_tokens=skip_special_tokens,
+            continues_text=continues_text,
+            shown=answer.shown_token_ids if answer is not None else frozenset(),
+        )
+        self._reader = answer.reader() if answer is not None else None
+        self._stop, self._include_stop = tuple(stop), include_stop
+        self._checker = self._new_checker()
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._checked_length = 0
         self._boundaries: deque[tuple[int, int]] = deque()  # characters checked after a token, and that token's count
         self.stopped: StopMatch | None = None
         """Set when a stop string was found; later tokens are ignored."""
+        self.num_reasoning_tokens = 0
+        self._aside: list[Reasoning | CallDelta] = []
 
     @property
     def num_tokens(self) -> int:
@@ -208,20 +228,64 @@ class TextStream:
             self._num_tokens += 1
             text = self._detokenizer.push(token_id)
             if text:
-                sendable.append(self._check(text))
+                sendable.append(self._check(text) if self._reader is None else self._read(self._reader, text))
         return "".join(sendable)
+
+    def take_aside(self) -> list[Reasoning | CallDelta]:
+        """What was read since the last call and is not content."""
+        if not self._aside:
+            return []
+        taken, self._aside = self._aside, []
+        return taken
 
     def finish(self) -> str:
         """The rest, once the request has ended; `stopped` may still be set by it."""
         if self.stopped is not None:
             return ""
         text = self._detokenizer.flush()
-        sendable = self._check(text) if text else ""
-        if self._checker is None or self.stopped is not None:
-            return sendable
-        sendable += self._checker.finish()
-        self._note_stop(self._checker)
+        if self._reader is None:
+            sendable = self._check(text) if text else ""
+        else:
+            sendable = self._read(self._reader, text) if text else ""
+            sendable += self._sort(self._reader.finish())
+        return sendable + self._settle_content()
+
+    def _read(self, reader: AnswerReader, text: str) -> str:
+        sendable = self._sort(reader.push(text))
+        if reader.reasoned:
+            self.num_reasoning_tokens = self._num_tokens
+        if reader.over and self.stopped is None:
+            self.stopped = StopMatch("", self._num_tokens)
         return sendable
+
+    def _sort(self, parts: Iterable[Part]) -> str:
+        """The content among the parts, checked; the others go aside. A call ends the content before it."""
+        sendable = ""
+        for part in parts:
+            if self.stopped is not None:
+                break
+            if isinstance(part, str):
+                sendable += self._check(part)
+                continue
+            sendable += self._settle_content()
+            if self.stopped is None:
+                self._aside.append(part)
+        return sendable
+
+    def _settle_content(self) -> str:
+        """What the checker holds of the content so far. Content that comes later is checked afresh."""
+        if self._checker is None or self.stopped is not None:
+            return ""
+        sendable = self._checker.finish()
+        self._note_stop(self._checker)
+        if self.stopped is None:
+            self._checker = self._new_checker()
+            self._checked_length = 0
+            self._boundaries.clear()
+        return sendable
+
+    def _new_checker(self) -> StopChecker | None:
+        return StopChecker(self._stop, include_stop=self._include_stop) if self._stop else None
 
     def _check(self, text: str) -> str:
         if self._checker is None or self._num_tokens <= self._min_tokens:

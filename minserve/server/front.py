@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 from minserve import config as configuration
 from minserve.config import Config
 from minserve.messages import Ready
+from minserve.server.answer_format import model_formats
 from minserve.server.api_errors import ApiError, unavailable
 from minserve.server.engine_pool import EnginePool
 from minserve.server.generation import Generation
@@ -66,7 +67,10 @@ class Front:
         )
         pages = [ready.num_pages for ready in ranks]
         metrics = Metrics(config.metrics_prefix, facts.name, self.engines, pages, ranks[0].startup_seconds)
-        self.model = LoadedModel(tokenizer, facts, metrics, tuple(ranks))
+        formats = model_formats(
+            config.tool_call_parser, config.reasoning_parser, ranks[0].model_type, tokenizer.special_token_ids()
+        )
+        self.model = LoadedModel(tokenizer, facts, metrics, formats, tuple(ranks))
         if self.phase == "loading":
             self.phase = "ready"
         return self.model

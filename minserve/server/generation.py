@@ -6,7 +6,7 @@ import dataclasses
 import time
 import uuid
 
-from minserve.request import SamplingParams
+from minserve.request import FinishReason, SamplingParams
 from minserve.server import usage
 from minserve.server.api_errors import ApiError
 from minserve.server.choice import Choice, Piece
@@ -93,6 +93,7 @@ class Generation:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in self.choices[::best_of]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
         )
 
     def abort(self, cause: str, error: ApiError | None = None) -> None:
@@ -124,4 +125,5 @@ class Generation:
         self._open -= 1
         if choice.stopped_early:
             self._engines.finish(self._request_ids[number], choice.num_tokens)
-        self._clocks[number].end(choice.finish_reason or "stop", choice.num_tokens)
+        length = choice.finish_reason == FinishReason.LENGTH
+        self._clocks[number].end(FinishReason.LENGTH if length else FinishReason.STOP, choice.num_tokens)

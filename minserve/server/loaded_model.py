@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from minserve.messages import Ready
+from minserve.server.answer_format import ModelFormats
 from minserve.server.metrics import Metrics
 from minserve.server.model_facts import ModelFacts
 from minserve.server.tokenizer import Tokenizer
@@ -15,5 +16,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     facts: ModelFacts
     metrics: Metrics
+    formats: ModelFormats
     ranks: tuple[Ready, ...]
     """What each engine said when it became ready."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,6 +45,21 @@ class CompletionRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may or must call."""
+
+    kind: Literal["none", "auto", "required", "named"]
+    name: str | None = None
+    """Of the function to call, for kind "named"."""
+    one_call: bool = False
+    """The client wants no more than one call."""
+
+    @property
+    def forced(self) -> bool:
+        return self.kind in ("required", "named")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation and how its template is to write it."""
 
@@ -53,6 +68,7 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     template_arguments: dict[str, Any]
+    tool_choice: ToolChoice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,14 +106,15 @@ def parse_chat(body: bytes | bytearray, facts: ModelFacts) -> ChatRequest:
 def parse_conversation(fields: Fields) -> Chat:
     """What a chat template is given."""
     tools = parse_tools(fields)
-    if _tool_choice(fields) == "none":
+    choice = _tool_choice(fields, [tool["function"]["name"] for tool in tools or ()])
+    if choice.kind == "none":
         tools = None
     continued = fields.boolean("continue_final_message", False)
     generation_prompt = fields.boolean("add_generation_prompt", not continued)
     if continued and generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise bad_request(message, "continue_final_message")
-    return Chat(parse_messages(fields), tools, generation_prompt, continued, _template_arguments(fields))
+    return Chat(parse_messages(fields), tools, generation_prompt, continued, _template_arguments(fields), choice)
 
 
 def parse_prompts(fields: Fields, facts: ModelFacts) -> list[str | list[int]]:
@@ -315,13 +332,27 @@ def _logit_bias(fields: Fields, facts: ModelFacts) -> dict[int, float]:
     return biases
 
 
-def _tool_choice(fields: Fields) -> str:
+def _tool_choice(fields: Fields, names: list[str]) -> ToolChoice:
+    """`names`: of the request's tools."""
     choice = fields.value("tool_choice")
-    if choice in (None, "auto", "none"):
-        return choice or "auto"
-    if choice == "required" or isinstance(choice, dict):
-        raise bad_request("this version supports the tool_choice values none and auto only", "tool_choice")
-    raise bad_request('tool_choice must be "none" or "auto"', "tool_choice")
+    one_call = not fields.boolean("parallel_tool_calls", True)
+    if choice is None:
+        return ToolChoice("auto", None, one_call)
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        if name not in names:
+            raise bad_request(f"tool_choice names {_name(name)}, which is not among the tools", "tool_choice")
+        return ToolChoice("named", name, one_call=True)
+    if choice not in ("none", "auto", "required"):
+        message = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+        raise bad_request(message, "tool_choice")
+    if choice == "required" and not names:
+        raise bad_request('tool_choice "required" needs tools', "tool_choice")
+    return ToolChoice(choice, None, one_call)
+
+
+def _name(value: Any) -> str:
+    return repr(value[:60]) if isinstance(value, str) else "no string"
 
 
 def _refuse_unsupported(fields: Fields) -> None:

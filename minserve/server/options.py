@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 from minserve.request import SamplingParams
+from minserve.server.answer_format import AnswerFormat
 from minserve.server.model_facts import ModelFacts
 
 SEED_MASK = (1 << 63) - 1
@@ -78,6 +79,8 @@ class Options:
     return_token_ids: bool
     tokens_as_ids: bool
     """Name tokens in log-probabilities `token_id:N` instead of by their text."""
+    answer: AnswerFormat | None = None
+    """How reasoning and tool calls are read from the text; None shows all of it as it is."""
 
     @property
     def engine_logprobs(self) -> int | None:

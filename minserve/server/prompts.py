@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from minserve.server import openai
+from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
 from minserve.server.generation import Prompt
@@ -34,7 +37,22 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
     text = render(request.chat, model)
     made = [Prompt(encode(text, True, model, "messages"), text)]
     _check_total(made, request.options, "n")
-    return request.options, made
+    return dataclasses.replace(request.options, answer=_answer_format(request.chat, text, model)), made
+
+
+def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat | None:
+    choice = chat.tool_choice
+    if choice.forced and model.formats.tool_format is None:
+        message = "It is not known how this model writes tool calls; start the server with --tool-call-parser"
+        raise bad_request(message, "tool_choice")
+    continued = chat.messages[-1]["content"] if chat.continue_final_message else None
+    return model.formats.of_answer(
+        prompt,
+        chat.tools,
+        continued=continued,
+        one_call=choice.one_call,
+        calls_are_a_stop=choice.kind == "named",
+    )
 
 
 def _check_total(prompts: list[Prompt], options: Options, param: str) -> None:

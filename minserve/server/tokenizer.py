@@ -166,6 +166,10 @@ class Tokenizer:
         """`token_bytes` as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def special_token_ids(self) -> dict[str, int]:
+        """Text to id of the added tokens that `skip_special_tokens` leaves out."""
+        return {text: token_id for text, token_id in self._encoder.added_tokens.items() if token_id in self.pieces.special}
+
     def token_id(self, token: str | None) -> int | None:
         """The id of an added token by its text, such as `<think>`; None when the tokenizer has no such single token."""
         if token is None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from minserve.request import TokenLogprobs
+from minserve.server.answer_format import CallDelta, Reasoning
 from minserve.server.choice import Choice, Piece
 from minserve.server.echo import echo_logprobs, echo_text
 from minserve.server.generation import Generation
@@ -21,6 +22,7 @@ class WholeAnswer:
         self._logprobs = logprob_format
         count = len(generation.choices)
         self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._asides: list[list[Reasoning | CallDelta]] = [[] for _ in range(count)]
         self._token_ids: list[list[int]] = [[] for _ in range(count)]
         self._entries: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._offsets: list[list[int]] = [[] for _ in range(count)]
@@ -28,6 +30,7 @@ class WholeAnswer:
     def add(self, number: int, pieces: list[Piece]) -> None:
         for piece in pieces:
             self._texts[number].append(piece.text)
+            self._asides[number] += piece.aside
             self._token_ids[number] += piece.token_ids
             self._entries[number] += piece.logprobs
             self._offsets[number] += piece.offsets
@@ -67,7 +70,7 @@ class WholeAnswer:
         made: dict[str, Any] = {"index": index}
         echo = ""
         if is_chat:
-            made["message"] = {"role": "assistant", "content": text, "refusal": None}
+            made["message"] = _message(text, self._asides[number])
         else:
             echo = echo_text(self._generation, number)
             made["text"] = echo + text
@@ -94,3 +97,24 @@ class WholeAnswer:
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, dict[str, Any]] | None]:
         return self._logprobs.prompt(choice.prompt_logprobs or (), self._generation.options.prompt_logprobs or 0)
+
+
+def _message(text: str, asides: list[Reasoning | CallDelta]) -> dict[str, Any]:
+    """The assistant's message. Its content is null where there is nothing but calls."""
+    reasoning = "".join(part.text for part in asides if isinstance(part, Reasoning))
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for part in asides:
+        if isinstance(part, CallDelta):
+            if part.name is not None:
+                calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+                arguments.append([])
+            arguments[part.number].append(part.arguments)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        for call, pieces in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(pieces)
+        message["tool_calls"] = calls
+    return message
