@@ -61,26 +61,17 @@ class Fault:
     """Factor on the routed experts' output."""
     expert_shift: int = 0
     """Expert e's weights stand in slot e + shift."""
-    dead_expert: int | None = None
-    """This expert returns zero."""
     scale_power: int = 1
     """How often routed_scaling_factor is applied."""
     bias: bool = True
     """Whether the correction bias takes part in the choice."""
-    weigh_with_bias: bool = False
-    """Weights from the biased scores instead of the plain ones."""
-    normalize: bool = True
-    group_rule: Literal["top2_sum", "none", "strided", "max", "worst"] = "top2_sum"
-    fewer_experts: int = 0
+    group_rule: Literal["top2_sum", "none", "strided"] = "top2_sum"
+    """No group limit, or groups of every n-th expert."""
     interleaved: bool = True
     mscale: bool = True
     """Whether YaRN's factor is in the softmax scale."""
-    yarn: bool = True
-    """Whether the rotary frequencies are YaRN's."""
-    stale: Literal["none", "row", "one_row", "step"] = "none"
-    """MoE input of another sequence's token (all rows, or one row in eight), or of the same sequence's token before."""
-    pages: Literal["right", "off_by_one", "one_wrong"] = "right"
-    """Page table shifted by one, or only each row's first page replaced by its neighbour."""
+    stale: Literal["none", "row", "step"] = "none"
+    """MoE input of another sequence's token, or of the same sequence's token before."""
     answer_only: bool = False
     """The fault appears in decode steps only: at tokens that were generated."""
     layer: int | None = None
@@ -88,7 +79,6 @@ class Fault:
 
 
 RIGHT = Fault()
-PAGE = 64
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
@@ -137,7 +127,7 @@ class EmbeddedModel(nn.Module):
         stream = torch.float32 if arithmetic in ("float32", "mixed") else torch.bfloat16
         x = F.embedding(ids, self.embed).to(stream)
         balance = x.new_zeros((), dtype=torch.float32)
-        rope = rotary_table(self.shape, ids.shape[1], fault.yarn, ids.device)
+        rope = rotary_table(self.shape, ids.shape[1], ids.device)
         for index, block in enumerate(self.blocks):
             broken = fault if fault.layer in (None, index) else RIGHT
             x, unbalance = block(x, rope, arithmetic, broken, answers)
@@ -207,8 +197,6 @@ class Block(nn.Module):
         cos, sin = rope
         q_rope = _rotate(q_rope, cos[:, None], sin[:, None], fault.interleaved)
         k_rope = _rotate(k_rope, cos, sin, fault.interleaved)
-        if fault.pages != "right":
-            latent, k_rope = _misread(latent, fault.pages), _misread(k_rope, fault.pages)
         k_nope, v = self._linear(latent, self.kv_b, fp8).view(batch, length, s.heads, -1).split((s.nope_dim, s.value_dim), -1)
         k = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, s.heads, -1)), -1).transpose(1, 2)
         q = torch.cat((q_nope, q_rope), -1).transpose(1, 2)
@@ -231,8 +219,6 @@ class Block(nn.Module):
         inner = F.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
         if fp8:
             inner, w2 = fp8_rounded(inner, 1), fp8_rounded(w2, 128)
-        if fault.dead_expert is not None:
-            weights = weights * (torch.arange(s.experts, device=h.device) != fault.dead_expert)
         inner = inner * weights[..., None].to(inner.dtype)
         routed = F.linear(inner.flatten(-2), w2.transpose(0, 1).flatten(1).to(h.dtype))
         shared_factor, routed_factor = _factors(fault, answers, h)
@@ -251,11 +237,10 @@ def combine_weights(scores: Tensor, bias: Tensor, shape: ModelShape, fault: Faul
     chosen_by = scores + bias if fault.bias else scores
     if fault.group_rule != "none":
         chosen_by = chosen_by.masked_fill(~_kept_groups(chosen_by, shape, fault), -math.inf)
-    ids = chosen_by.topk(shape.top_k - fault.fewer_experts, -1).indices
+    ids = chosen_by.topk(shape.top_k, -1).indices
     mask = torch.zeros_like(scores).scatter_(-1, ids, 1.0)
-    weights = (scores + bias if fault.weigh_with_bias else scores) * mask
-    if fault.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = scores * mask
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     share = mask.flatten(0, -2).mean(0) / shape.top_k
     likely = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
     return weights * shape.scale**fault.scale_power, shape.experts * (share * likely).sum()
@@ -266,9 +251,7 @@ def _kept_groups(chosen_by: Tensor, shape: ModelShape, fault: Fault) -> Tensor:
     size = shape.experts // shape.groups
     strided = fault.group_rule == "strided"
     grouped = chosen_by.unflatten(-1, (size, shape.groups)).transpose(-1, -2) if strided else chosen_by.unflatten(-1, (-1, size))
-    group_scores = grouped.amax(-1) if fault.group_rule == "max" else grouped.topk(2, -1).values.sum(-1)
-    if fault.group_rule == "worst":
-        group_scores = -group_scores
+    group_scores = grouped.topk(2, -1).values.sum(-1)
     kept = torch.zeros_like(group_scores).scatter_(-1, group_scores.topk(shape.top_k_groups, -1).indices, 1.0).bool()
     kept = kept[..., None].expand(grouped.shape)
     return (kept.transpose(-1, -2) if strided else kept).flatten(-2)
@@ -279,23 +262,9 @@ def _stale(h: Tensor, fault: Fault, answers: Tensor | None) -> Tensor:
     if fault.stale == "none":
         return h
     wrong = h.roll(1, 1) if fault.stale == "step" else h.roll(1, 0)
-    if fault.stale == "one_row":
-        hit = torch.arange(h.shape[0], device=h.device)[:, None, None] % 8 == 0
-        wrong = torch.where(hit, wrong, h)
     if fault.answer_only and answers is not None:
         wrong = torch.where(answers[..., None], wrong, h)
     return wrong
-
-
-def _misread(cache: Tensor, pages: str) -> Tensor:
-    """[B, L, D], read through a page table whose entries are off by one."""
-    batch, length, width = cache.shape
-    pool = F.pad(cache, (0, 0, 0, -length % PAGE)).reshape(-1, PAGE, width)
-    wrong = pool.roll(-1, 0)
-    if pages == "one_wrong":
-        first = torch.arange(pool.shape[0], device=cache.device)[:, None, None] % (pool.shape[0] // batch) == 0
-        wrong = torch.where(first, wrong, pool)
-    return wrong.reshape(batch, -1, width)[:, :length]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -310,17 +279,16 @@ def yarn_mscale(shape: ModelShape) -> float:
     return 0.1 * shape.yarn_mscale * math.log(shape.yarn_factor) + 1.0
 
 
-def rotary_table(shape: ModelShape, length: int, yarn: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_table(shape: ModelShape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos, sin fp32 [length, rope_dim / 2]; YaRN (arXiv 2309.00071): slow dimensions divided by the factor, fast ones kept."""
     dim = shape.rope_dim
+
+    def turning(turns: float) -> float:
+        return dim * math.log(shape.yarn_original / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
+
+    low, high = max(math.floor(turning(shape.yarn_fast)), 0), min(math.ceil(turning(shape.yarn_slow)), dim - 1)
+    slow = ((torch.arange(dim // 2, device=device, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = shape.rope_theta ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    if yarn:
-
-        def turning(turns: float) -> float:
-            return dim * math.log(shape.yarn_original / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
-
-        low, high = max(math.floor(turning(shape.yarn_fast)), 0), min(math.ceil(turning(shape.yarn_slow)), dim - 1)
-        slow = ((torch.arange(dim // 2, device=device, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-        frequencies = frequencies / shape.yarn_factor * slow + frequencies * (1 - slow)
+    frequencies = frequencies / shape.yarn_factor * slow + frequencies * (1 - slow)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from minserve.config import EMBEDDED_DIRECTORY
 from tools import arithmetic_tasks
 from tools.embedded_checkpoint import load_checkpoint
-from tools.embedded_faults import measure
+from tools.embedded_measure import measure
 from tools.training_batches import CachedEncoder
 
 SEED = 7
