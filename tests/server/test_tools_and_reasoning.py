@@ -130,7 +130,7 @@ def gathered(events: list[Any], index: int = 0) -> dict[str, Any]:
                 assert set(call) == {"index", "id", "type", "function"}
                 assert (call["type"], call["function"]["arguments"]) == ("function", "")
                 assert call["function"]["name"]
-                calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+                calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
             else:
                 assert set(call) == {"index", "function"}
                 assert call["index"] == len(calls) - 1
