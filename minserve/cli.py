@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from minserve import __version__, flags, launch
+from minserve.clients.eval import run_arithmetic
 from minserve.errors import ExitCode, ServerError
 
 app = typer.Typer(
@@ -20,10 +22,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+evaluations = typer.Typer(help="Measure a running server through HTTP.", no_args_is_help=True)
+app.add_typer(evaluations, name="eval")
 log = logging.getLogger("minserve.cli")
 
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
 """For typer: hand every word over as it is; flags.py knows the aliases and the nearest match."""
+
+
+def _with_dashes(word: str) -> str:
+    return word.replace("_", "-")
 
 
 @app.command("launch", context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
@@ -39,6 +47,18 @@ def launch_command(arguments: Annotated[list[str] | None, typer.Argument()] = No
         log.warning("%s", warning)
     log.info("minserve %s with these settings:\n%s", __version__, flags.table(resolved))
     raise typer.Exit(launch.run(resolved.config))
+
+
+@evaluations.command(context_settings={"token_normalize_func": _with_dashes})
+def arithmetic(
+    base_url: Annotated[str, typer.Option(help="address of the server")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[int, typer.Option(help="questions at once in the second pass; the first asks one at a time")] = 16,
+    limit: Annotated[int | None, typer.Option(help="ask the first N questions only")] = None,
+    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+) -> None:
+    """Exact-match accuracy and log-probability drift of the embedded model; the last line is `accuracy 0.987`."""
+    raise typer.Exit(asyncio.run(run_arithmetic(base_url, concurrency, limit, model, api_key)))
 
 
 @app.command()

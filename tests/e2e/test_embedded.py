@@ -1,0 +1,45 @@
+"""The server that starts when nothing is said, measured with its own eval."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from server_process import ServerProcess, serving
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(log=tmp_path_factory.mktemp("embedded") / "log") as server:
+        yield server
+
+
+def test_it_answers_the_question_that_the_log_proposes(embedded: ServerProcess) -> None:
+    assert "What is 23 + 58?" in embedded.log
+    body = {"messages": [{"role": "user", "content": "What is 23 + 58?"}]}
+    status, answer = embedded.request("POST", "/v1/chat/completions", body)
+    assert status == 200
+    assert answer["model"] == "embedded"
+    assert answer["choices"][0]["message"]["content"] == "81"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_eval_passes_and_its_last_line_is_the_accuracy(embedded: ServerProcess) -> None:
+    command = [sys.executable, "-m", "minserve", "eval", "arithmetic", "--base-url", embedded.base_url]
+    done = subprocess.run([*command, "--limit", "40", "--concurrency", "8"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = re.fullmatch(r"accuracy (\d\.\d{3})", done.stdout.splitlines()[-1])
+    assert last is not None
+    assert float(last.group(1)) >= 0.97
+    assert "drift" in done.stdout
+
+
+def test_the_eval_of_no_server_exits_3() -> None:
+    command = [sys.executable, "-m", "minserve", "eval", "arithmetic", "--base-url", "http://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "cannot reach" in done.stderr
+    assert "Traceback" not in done.stderr
