@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minserve.errors import CheckpointError
-from minserve.models.checkpoint import INDEX_NAME, canonical_name, open_checkpoint
-from minserve.models.formats import BLOCK, blocks, formats_from_config, scale_name
+from minserve.models.checkpoint import INDEX_NAME, open_checkpoint
+from minserve.models.formats import BLOCK, blocks, stored_names
+from minserve.models.quantization_claim import formats_from_config
+from minserve.models.tensor_names import canonical_name
 
 FP8_MAX = 448.0
 """Largest finite value of e4m3."""
@@ -51,8 +53,8 @@ def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, target: Path) -> tuple[int, int]:
     """Writes the twin; (tensors quantised, tensors kept). CheckpointError when the source is not whole or is FP8 already."""
     checkpoint = open_checkpoint(source)
-    if checkpoint.formats.counts.get("fp8_block"):
-        raise CheckpointError(f"{source} is FP8 already")
+    if checkpoint.formats.quantized:
+        raise CheckpointError(f"{source} is quantised already")
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty")
@@ -64,7 +66,7 @@ def quantize_checkpoint(source: Path, target: Path) -> tuple[int, int]:
         written: dict[str, Tensor] = {}
         for name, tensor in load_file(file).items():
             if tensor.dim() == 2 and name not in kept_apart and wanted.of(canonical_name(name)) == "fp8_block":
-                written[name], written[scale_name(name)] = quantize_block(tensor)
+                written |= zip(stored_names(name, "fp8_block"), quantize_block(tensor), strict=True)
                 quantised += 1
             else:
                 written[name] = tensor

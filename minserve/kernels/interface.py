@@ -73,13 +73,19 @@ class ExpertWeights:
     """The rank's experts, stacked by slot. Gate rows first, then up rows, not interleaved."""
 
     w13: Tensor
-    """[E, 2I, H]"""
+    """[E, 2I, H]; INT4: int32 [E, 2I, H/8], eight values plus 8 in each, the lowest nibble first."""
     w2: Tensor
-    """[E, H, I]"""
+    """[E, H, I]; INT4: int32 [E, H, I/8]."""
     w13_scale: Tensor | None = None
-    """fp32 [E, ceil(2I/128), ceil(H/128)] for FP8."""
+    """FP8: fp32 [E, ceil(2I/128), ceil(H/128)]; INT4: floats [E, 2I, H/32]."""
     w2_scale: Tensor | None = None
-    """fp32 [E, ceil(H/128), ceil(I/128)] for FP8."""
+    """FP8: fp32 [E, ceil(H/128), ceil(I/128)]; INT4: floats [E, H, I/32]."""
+
+    @property
+    def format(self) -> Literal["plain", "fp8_block", "int4_group"]:
+        if self.w13_scale is None:
+            return "plain"
+        return "int4_group" if self.w13.dtype == torch.int32 else "fp8_block"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +143,8 @@ class Kernels:
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
     keeps_fp8: bool = False
     """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
+    keeps_int4: bool = False
+    """True when the experts take INT4 weights with their group scales; otherwise the loader widens them."""
     forget_graphs: Callable[[], None] = _nothing_to_forget
     """Call when captured graphs are destroyed: `plan_attention` then starts afresh with `metadata.graph`."""
 

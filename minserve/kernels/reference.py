@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minserve.kernels.four_bits import widen_int4
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RouterConfig
 
 FP8_BLOCK = 128
@@ -61,9 +62,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """weight [..., N, K] times its scale [..., ceil(N/128), ceil(K/128)] as `dtype`; without a scale, the weight as it is."""
+    """weight [..., N, K] times its scale [..., ceil(N/128), ceil(K/128)] as `dtype`; without a scale, the weight as it is.
+
+    int32 weights are INT4 (four_bits.py).
+    """
     if scale is None:
         return weight
+    if weight.dtype == torch.int32:
+        return widen_int4(weight, scale, dtype)
     rows, columns = weight.shape[-2:]
     tiled = scale.repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :].repeat_interleave(FP8_BLOCK, dim=-1)[..., :columns]
     return (weight.float() * tiled).to(dtype)
@@ -260,4 +266,5 @@ def cpu() -> Kernels:
         plan_attention=plan_attention,
         gqa_attention=gqa_attention,
         mla_attention=mla_attention,
+        keeps_int4=True,
     )

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from minserve.kernels.interface import Kernels
-from minserve.models.formats import Formats
+from minserve.models.formats import Format, Formats
 from minserve.models.layers.dispatcher import Dispatcher, ExpertPlacement
 
 
@@ -24,6 +24,9 @@ class BuildContext:
     placement: ExpertPlacement | None = None
     """None: each expert in the slot of its own number."""
 
-    def keeps_fp8(self, weight_names: list[str]) -> bool:
-        """True when all of these stay FP8 in memory; otherwise the FP8 ones among them are widened at load."""
-        return self.kernels.keeps_fp8 and all(self.formats.of(name) == "fp8_block" for name in weight_names)
+    def kept_format(self, weight_names: list[str]) -> Format:
+        """The format that all of these have and that the kernels read from memory; otherwise plain: they are widened at load."""
+        kinds = {self.formats.of(name) for name in weight_names}
+        if kinds == {"fp8_block"} and self.kernels.keeps_fp8:
+            return "fp8_block"
+        return "int4_group" if kinds == {"int4_group"} and self.kernels.keeps_int4 else "plain"

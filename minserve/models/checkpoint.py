@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -17,8 +18,10 @@ from typing import Any
 import msgspec
 
 from minserve.errors import CheckpointError
-from minserve.models.formats import Formats, config_disagreements, formats_from_tensors
+from minserve.models.formats import LAYOUTS, PACKED_SHAPE, Formats, formats_from_tensors, set_aside_reason
+from minserve.models.quantization_claim import config_disagreements
 from minserve.models.safetensors_header import StoredTensor, parse_strict_json, read_header
+from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -26,20 +29,6 @@ MAX_JSON_BYTES = 256 << 20
 
 _HEADER_THREADS = 8
 _MAX_NAMED = 10
-
-_WRAPPER_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.", "model."),
-)
-"""First match wins. The last is for checkpoints that say `language_model.layers.`."""
-
-OTHER_MODALITIES = (
-    "vision_tower.", "vision_model.", "visual.", "mm_projector.", "multi_modal_projector.", "model.visual.",
-    "model.vision_tower.", "model.vision_model.", "model.mm_projector.", "model.multi_modal_projector.",
-)  # fmt: skip
-"""Canonical prefixes of tensors that a text server has no use for."""
 
 
 class _Index(msgspec.Struct):
@@ -83,20 +72,16 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     else:
         stored, more = _prove_index(model_dir, index, headers)
         notes += more
-    tensors, set_aside = _canonical_tensors(stored)
+    tensors, other = _canonical_tensors(stored)
     if not tensors:
         raise CheckpointError(f"{model_dir}: the checkpoint holds no tensor of a text model")
     formats = formats_from_tensors(tensors)
-    notes += config_disagreements(tensors, formats, read_quantization_config(model_dir), canonical_name)
-    return Checkpoint(model_dir, tensors, set_aside, formats, tuple(notes))
-
-
-def canonical_name(name: str) -> str:
-    """The name without a multimodal wrapper's prefix; whole path segments only. Works for module names too."""
-    for prefix, replacement in _WRAPPER_PREFIXES:
-        if f"{name}.".startswith(prefix):
-            return (replacement + f"{name}."[len(prefix) :]).removesuffix(".")
-    return name
+    _prove_packed_shapes(tensors)
+    set_aside = {"not for text (vision)": other} if other else {}
+    for name in [name for name in tensors if set_aside_reason(name)]:
+        set_aside.setdefault(str(set_aside_reason(name)), []).append(tensors.pop(name))
+    notes += config_disagreements(tensors, formats, read_quantization_config(model_dir))
+    return Checkpoint(model_dir, tensors, {reason: tuple(found) for reason, found in set_aside.items()}, formats, tuple(notes))
 
 
 def read_quantization_config(model_dir: Path) -> Mapping[str, Any] | None:
@@ -224,7 +209,8 @@ def _prove_index(
     return stored, notes
 
 
-def _canonical_tensors(stored: Iterable[StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, tuple[StoredTensor, ...]]]:
+def _canonical_tensors(stored: Iterable[StoredTensor]) -> tuple[dict[str, StoredTensor], list[StoredTensor]]:
+    """Tensors of the text model by canonical name, and those of other modalities."""
     tensors: dict[str, StoredTensor] = {}
     other: list[StoredTensor] = []
     for tensor in stored:
@@ -235,4 +221,24 @@ def _canonical_tensors(stored: Iterable[StoredTensor]) -> tuple[dict[str, Stored
             raise CheckpointError(f"{tensors[name]} and {tensor} are both {name}")
         else:
             tensors[name] = tensor
-    return tensors, {"not for text (vision)": tuple(other)} if other else {}
+    return tensors, other
+
+
+def _prove_packed_shapes(tensors: Mapping[str, StoredTensor]) -> None:
+    """Every `weight_shape` says the rows and columns of its packed weight. These few bytes are read here, since they are
+    part of the proof and of no model."""
+    shapes = [name for name in tensors if name.endswith(f".weight{PACKED_SHAPE}")]
+
+    def said(name: str) -> tuple[int, ...]:
+        tensor = tensors[name]
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.begin)
+            body = file.read(tensor.num_bytes)
+        return tuple(item for (item,) in struct.iter_unpack("<q" if tensor.dtype == "I64" else "<i", body))
+
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        for name, shape in zip(shapes, pool.map(said, shapes, chunksize=64), strict=True):
+            packed = tensors[name.removesuffix(PACKED_SHAPE) + "_packed"]
+            actual = (packed.shape[0], packed.shape[1] * LAYOUTS["int4_group"].packed)
+            if shape != actual:
+                raise CheckpointError(f"{tensors[name]} says {list(shape)}, but {packed} is {list(actual)}")

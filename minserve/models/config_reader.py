@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from minserve.errors import CheckpointError
-from minserve.models.config_types import QuantizationConfig, RopeConfig, WeightDtype, YarnConfig
+from minserve.models.config_types import RopeConfig, WeightDtype, YarnConfig
 
 
 class Fields:
@@ -170,23 +170,3 @@ def read_dtype(fields: Fields) -> WeightDtype:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     fields.must_be(name, ("bfloat16", "float16", "float32"))
     return cast(WeightDtype, fields.text(name, default="bfloat16"))
-
-
-def read_quantization(fields: Fields, model_dir: Path) -> QuantizationConfig | None:
-    """None for plain weights; CheckpointError for any format but FP8 in 128 x 128 blocks."""
-    beside = model_dir / "hf_quant_config.json"
-    if beside.exists():
-        outer = Fields(read_json_object(beside), "hf_quant_config.json")
-        inner = outer.section("quantization") or outer
-        if inner.get("quant_algo") is not None:
-            raise inner.unsupported("quant_algo", "null")
-    section = fields.section("quantization_config")
-    if section is None:
-        return None
-    if section.text("quant_method") != "fp8":
-        raise section.unsupported("quant_method", '"fp8"')
-    if section.get("weight_block_size") != [128, 128]:
-        raise section.unsupported("weight_block_size", "[128, 128]")
-    section.must_be("fmt", ("e4m3",))
-    section.must_be("activation_scheme", ("dynamic",))
-    return QuantizationConfig("fp8", (128, 128))

@@ -85,14 +85,6 @@ class MoeConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QuantizationConfig:
-    """What config.json says of the weights' format; which modules have it is decided from the tensors."""
-
-    method: Literal["fp8"]
-    block_size: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One checkpoint's architecture."""
 
@@ -116,6 +108,5 @@ class ModelConfig:
     """Of config.json, then those that only generation_config.json has."""
     dtype: WeightDtype
     """The type that the checkpoint says it is in; bfloat16 where it says nothing."""
-    quantization: QuantizationConfig | None
     raw: Mapping[str, Any]
     """The whole config.json, a wrapper's text_config laid over it."""

@@ -32,7 +32,9 @@ def _by_storage(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, _NamedViews]
     found: dict[int, _NamedViews] = {}
     for name, tensor in tensors:
         if tensor.numel():
-            found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+            storage = tensor.untyped_storage()
+            # On the meta device no memory has an address: there the storage object stands for it.
+            found.setdefault(storage._cdata if tensor.is_meta else storage.data_ptr(), []).append((name, tensor))
     return found
 
 

@@ -111,8 +111,6 @@ class Decoder(nn.Module):
             return "a multi-token prediction layer, which is not used"
         if name == HEAD and self.config.tie_word_embeddings:
             return "the head is tied to the embedding"
-        if name.startswith(("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.", "model.visual.")):
-            return "part of the vision model, which is not used"
         return None
 
     def finish_load(self) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 and what shares their format (R1, V3.1, Moonlight, Kimi K2): latent attention, grouped routing,
+"""DeepSeek-V2 and V3 and what shares their format (R1, V3.1, Moonlight, Kimi K2 to K2.6): latent attention, grouped routing,
 a shared expert in every MoE layer."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
-from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_quantization, read_rope, yarn_mscale
+from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_rope, yarn_mscale
 from minserve.models.config_types import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from minserve.models.decoder import Decoder
 from minserve.models.layers.linear import GatedMLP
@@ -23,7 +23,7 @@ from minserve.models.layers.rotary import Rotary
 
 def parse_config(fields: Fields, architecture: str, model_dir: Path) -> ModelConfig:
     """Both generations; absent fields take the values that the published config classes give them."""
-    v3 = architecture == "DeepseekV3ForCausalLM"
+    v3 = architecture != "DeepseekV2ForCausalLM"
     fields.must_be("hidden_act", ("silu",))
     fields.must_be("attention_bias", (False,))
     fields.must_be("mlp_bias", (False,))
@@ -47,7 +47,6 @@ def parse_config(fields: Fields, architecture: str, model_dir: Path) -> ModelCon
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0, minimum=0),
         eos_token_ids=read_eos(fields, model_dir),
         dtype=read_dtype(fields),
-        quantization=read_quantization(fields, model_dir),
         raw=fields.values,
     )
 

@@ -1,4 +1,4 @@
-"""Where checkpoint tensors go: what a layer declares and the loader obeys. Knows no file formats."""
+"""Where checkpoint tensors go: what a layer declares and the loader obeys. Knows no files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import dataclasses
 
 from torch import Tensor
 
+from minserve.models.formats import Format
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Destination:
-    """One checkpoint tensor's place.
+    """The place of one checkpoint tensor, or of one quantised weight that is widened at load.
 
-    `target` is a view into a parameter and has exactly the checkpoint tensor's shape; the loader copies (and casts) into it.
-    Layers together declare every element of every parameter exactly once; the loader proves that.
+    `target` is a view into a parameter and has exactly the tensor's shape, or the weight's; the loader copies (and casts) into
+    it. Layers together declare every element of every parameter exactly once; the loader proves that.
     """
 
     name: str
     """Canonical checkpoint name, without wrapper prefixes: `model.layers.3.mlp.experts.7.gate_proj.weight`."""
     target: Tensor
-    dequantize_with: str | None = None
-    """Name of the companion scale when a quantised tensor is widened at load; None copies the tensor as it is."""
+    widen_from: Format = "plain"
+    """How the weight is stored; what the loader multiplies out. plain copies the tensor of this name as it is."""

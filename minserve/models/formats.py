@@ -1,178 +1,190 @@
-"""Which storage format each weight has, decided per module from the tensors; the config's claim is only compared with it.
+"""Which storage format each weight has, decided per module from the tensors alone. Knows tensor headers, no files and no model.
 
-Knows tensor headers and quantisation configs, no files and no model. A later format is a new name in `Format` and a rule in
-`formats_from_tensors`; a `Destination` then names its companion tensors as it does the scale.
+A quantised matrix `x.weight` [N, K] is stored as one tensor of values and some of scales, whose names extend its own.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from minserve.errors import CheckpointError
 from minserve.models.safetensors_header import StoredTensor
+from minserve.models.tensor_names import some
 
-Format = Literal["plain", "fp8_block"]
+Format = Literal["plain", "fp8_block", "int4_group", "nvfp4"]
 
 BLOCK = 128
 """Rows and columns of a block that shares one FP8 scale."""
-SCALE_SUFFIX = "_scale_inv"
-"""`x.weight_scale_inv` belongs to `x.weight`. Despite the name the stored factor multiplies: W = weight * scale."""
+INT4_GROUP = 32
+"""Values along K that share one INT4 scale."""
+NVFP4_GROUP = 16
+"""Values along K that share one FP8 scale of NVFP4."""
 
-_PLAIN_DTYPES = frozenset({"BF16", "F16", "F32"})
-_FOREIGN_SUFFIXES = {
-    "weight_packed": "INT4 compressed-tensors",
-    "qweight": "GPTQ or AWQ",
-    "weight_scale_2": "NVFP4",
-    "weight_scale": "per-tensor or per-channel FP8 or INT8",
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """What is appended to `x.weight` to name the tensors that store it."""
+
+    values: str = ""
+    scales: tuple[str, ...] = ()
+    packed: int = 1
+    """Values along K in one element."""
+    title: str = "plain"
+
+
+LAYOUTS: Mapping[Format, Layout] = {
+    "plain": Layout(),
+    # Despite the name the factor multiplies: W = weight * scale_inv.
+    "fp8_block": Layout("", ("_scale_inv",), 1, "FP8"),
+    # compressed-tensors "pack-quantized": eight values plus 8 in an int32, the lowest nibble first.
+    "int4_group": Layout("_packed", ("_scale",), 8, "INT4"),
+    # modelopt: two e2m1 values in a byte, the low nibble first; W = value * scale * scale_2.
+    "nvfp4": Layout("", ("_scale", "_scale_2"), 2, "NVFP4"),
 }
+PACKED_SHAPE = "_shape"
+"""`x.weight_shape` holds [N, K] of an INT4 weight."""
+
+_FLOATS = frozenset({"BF16", "F16", "F32"})
+_EXTENSIONS = ("_scale_inv", "_scale", "_scale_2", PACKED_SHAPE)
+_FOREIGN_LEAVES = {
+    "qweight": "GPTQ or AWQ",
+    "weight_zero_point": "asymmetric INT4 or INT8",
+    "weight_g_idx": "activation-ordered INT4",
+    "weight_global_scale": "compressed-tensors NVFP4",
+}
+_FOREIGN_DTYPES = frozenset({"F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
+_ACTIVATION_SCALES = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
 
 
 class Formats:
     """Answers `of(weight_name)`."""
 
-    def __init__(self, rule: Callable[[str], Format], counts: Mapping[Format, int] | None = None) -> None:
+    def __init__(self, rule: Callable[[str], Format], quantized: Mapping[str, Format] | None = None) -> None:
         self._rule = rule
-        self.counts: Mapping[Format, int] = counts or {}
-        """Weights of each format; empty when no checkpoint was read."""
+        self.quantized: Mapping[str, Format] = quantized or {}
+        """Every weight that is not plain, by name; empty when no checkpoint was read."""
+        self._weight_of = {stored: weight for weight, kind in self.quantized.items() for stored in stored_names(weight, kind)}
 
     def of(self, weight_name: str) -> Format:
         """Format of `model.layers.3.mlp.down_proj.weight`; a name that does not exist is plain (and missing at load)."""
         return self._rule(weight_name)
 
+    def count(self, stored: Mapping[str, object]) -> Counter[Format]:
+        """Weights of each format among tensors by stored name; scales count with their weights."""
+        return Counter(self.of(weight) for weight in {self._weight_of.get(name, name) for name in stored})
 
-def scale_name(weight_name: str) -> str:
-    return weight_name + SCALE_SUFFIX
+
+def stored_names(weight_name: str, kind: Format) -> tuple[str, ...]:
+    """The tensors that store a weight: its values, then its scales."""
+    layout = LAYOUTS[kind]
+    return (weight_name + layout.values, *(weight_name + scale for scale in layout.scales))
 
 
 def blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def set_aside_reason(name: str) -> str | None:
+    """Why a tensor that belongs to a quantised weight is not read into a model; None for all others."""
+    leaf = name.rpartition(".")[2]
+    if leaf == f"weight{PACKED_SHAPE}":
+        return "shapes of packed weights, proven against the weights"
+    return "scales of activations, which are not quantised" if leaf in _ACTIVATION_SCALES else None
+
+
 def formats_from_tensors(tensors: Mapping[str, StoredTensor]) -> Formats:
-    """Formats of the tensors by canonical name. CheckpointError on FP8 without its scale, an orphan or misshapen scale, or a
-    format that is not supported."""
-    _refuse_foreign(tensors)
-    quantized = frozenset(name for name, tensor in tensors.items() if tensor.dtype == "F8_E4M3")
-    for name in sorted(quantized):
-        _prove_scale(tensors[name], tensors.get(scale_name(name)))
-    orphans = [n for n in tensors if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) not in quantized]
-    if orphans:
-        raise CheckpointError(f"{_some(orphans)}: a scale without an FP8 weight beside it")
-    weights = [name for name in tensors if not name.endswith(SCALE_SUFFIX)]
-    counts: Counter[Format] = Counter("fp8_block" if name in quantized else "plain" for name in weights)
-    return Formats(lambda name: "fp8_block" if name in quantized else "plain", counts)
-
-
-def formats_from_config(quantization: Mapping[str, Any] | None) -> Formats:
-    """What the config alone promises, for random weights that have no file."""
-    if quantization is None:
-        return Formats(lambda _: "plain")
-    if quantization.get("quant_method") != "fp8":
-        raise CheckpointError(
-            f"quantization_config.quant_method {quantization.get('quant_method')!r} is not supported without tensors"
-        )
-    _prove_block_size(quantization)
-    is_excluded = _exclusion_rule(_exclusions(quantization))
-    return Formats(lambda name: "fp8_block" if _is_projection(name) and not is_excluded(name) else "plain")
-
-
-def config_disagreements(
-    tensors: Mapping[str, StoredTensor], formats: Formats, quantization: Mapping[str, Any] | None, canonical: Callable[[str], str]
-) -> list[str]:
-    """Sentences on where config and tensors differ; the tensors are believed. CheckpointError for another block size,
-    because tensors of few blocks cannot tell it."""
-    quantized = [name for name in tensors if formats.of(name) == "fp8_block"]
-    if quantization is None:
-        return [f"{_some(quantized)}: FP8 although the config has no quantization_config"] if quantized else []
-    if quantized:
-        _prove_block_size(quantization)
-    notes = []
-    exclusions = _exclusions(quantization)
-    try:
-        is_excluded = _exclusion_rule([canonical(entry) for entry in exclusions])
-    except re.error as error:
-        return [f"quantization_config excludes modules by a pattern that is not valid ({error}); not compared with the tensors"]
-    excluded_but_quantized = [name for name in quantized if is_excluded(name)]
-    if excluded_but_quantized:
-        notes.append(f"{_some(excluded_but_quantized)}: FP8 although quantization_config excludes it")
-    unquantized = [
-        name
-        for name, tensor in tensors.items()
-        if formats.of(name) == "plain" and len(tensor.shape) == 2 and _is_projection(name) and not is_excluded(name)
-    ]
-    if unquantized:
-        notes.append(f"{_some(unquantized)}: stored plain although quantization_config does not exclude it")
-    return notes
-
-
-def _refuse_foreign(tensors: Mapping[str, StoredTensor]) -> None:
+    """Formats of the tensors by canonical name. CheckpointError for a missing, orphan or misshapen scale and for a format
+    that is not supported."""
+    quantized: dict[str, Format] = {}
     for name, tensor in tensors.items():
-        foreign = _FOREIGN_SUFFIXES.get(name.rpartition(".")[2])
-        if foreign is not None:
-            raise CheckpointError(f"{tensor}: {foreign} weights are not supported")
-        if tensor.dtype in ("F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"):
-            raise CheckpointError(f"{tensor}: weights of this dtype are not supported")
+        _refuse_foreign(name, tensor)
+        if tensor.dtype == "I32" and name.endswith(".weight_packed"):
+            quantized[name.removesuffix("_packed")] = "int4_group"
+        elif tensor.dtype == "U8" and name.endswith(".weight"):
+            quantized[name] = "nvfp4"
+        elif tensor.dtype == "F8_E4M3" and not (name.endswith(".weight_scale") and f"{name}_2" in tensors):
+            quantized[name] = "fp8_block"
+    for name, kind in quantized.items():
+        _PROOFS[kind](name, tensors)
+    _refuse_orphans(tensors, quantized)
+    return Formats(lambda name: quantized.get(name, "plain"), quantized)
 
 
-def _prove_scale(weight: StoredTensor, scale: StoredTensor | None) -> None:
-    if scale is None:
-        raise CheckpointError(f"{weight}: FP8 without its {scale_name(weight.name)}")
+def _refuse_foreign(name: str, tensor: StoredTensor) -> None:
+    foreign = _FOREIGN_LEAVES.get(name.rpartition(".")[2])
+    if foreign is not None:
+        raise CheckpointError(f"{tensor}: {foreign} weights are not supported")
+    if tensor.dtype in _FOREIGN_DTYPES:
+        raise CheckpointError(f"{tensor}: weights of this dtype are not supported")
+
+
+def _refuse_orphans(tensors: Mapping[str, StoredTensor], quantized: Mapping[str, Format]) -> None:
+    owned = {stored for name, kind in quantized.items() for stored in stored_names(name, kind)}
+    owned |= {name + PACKED_SHAPE for name, kind in quantized.items() if kind == "int4_group"}
+    orphans = [name for name in tensors if name not in owned and name.rpartition(".")[2].endswith(_EXTENSIONS)]
+    orphans = [name for name in orphans if set_aside_reason(name) is None or name.endswith(PACKED_SHAPE)]
+    if not orphans:
+        return
+    weight = orphans[0].removesuffix("_scale")
+    if weight != orphans[0] and weight in tensors:
+        raise CheckpointError(f"{tensors[orphans[0]]}: per-tensor or per-channel FP8 or INT8 weights are not supported")
+    raise CheckpointError(f"{some(orphans)}: without a quantised weight beside it")
+
+
+def _prove_fp8(name: str, tensors: Mapping[str, StoredTensor]) -> None:
+    weight = tensors[name]
+    scale = _companion(name, "_scale_inv", "fp8_block", tensors, _FLOATS)
+    _prove_scale(weight, scale, (blocks(weight.shape[0]), blocks(weight.shape[1])), f"blocks of {BLOCK}")
+
+
+def _prove_int4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
+    weight = tensors[f"{name}_packed"]
+    scale = _companion(name, "_scale", "int4_group", tensors, _FLOATS)
+    columns = weight.shape[1] * LAYOUTS["int4_group"].packed
+    _prove_groups(weight, columns, INT4_GROUP)
+    _prove_scale(weight, scale, (weight.shape[0], columns // INT4_GROUP), f"groups of {INT4_GROUP}")
+    shape = _companion(name, PACKED_SHAPE, "int4_group", tensors, frozenset({"I32", "I64"}))
+    _prove_scale(weight, shape, (2,), "[rows, columns]")
+
+
+def _prove_nvfp4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
+    weight = tensors[name]
+    scale = _companion(name, "_scale", "nvfp4", tensors, frozenset({"F8_E4M3"}))
+    columns = weight.shape[1] * LAYOUTS["nvfp4"].packed
+    _prove_groups(weight, columns, NVFP4_GROUP)
+    _prove_scale(weight, scale, (weight.shape[0], columns // NVFP4_GROUP), f"groups of {NVFP4_GROUP}")
+    scalar = _companion(name, "_scale_2", "nvfp4", tensors, frozenset({"F32"}))
+    if scalar.shape not in ((), (1,)):
+        raise CheckpointError(f"{scalar}: one number is expected")
+
+
+_PROOFS: Mapping[Format, Callable[[str, Mapping[str, StoredTensor]], None]] = {
+    "fp8_block": _prove_fp8, "int4_group": _prove_int4, "nvfp4": _prove_nvfp4,
+}  # fmt: skip
+
+
+def _companion(
+    name: str, extension: str, kind: Format, tensors: Mapping[str, StoredTensor], dtypes: frozenset[str]
+) -> StoredTensor:
+    weight, title = tensors[name + LAYOUTS[kind].values], LAYOUTS[kind].title
+    found = tensors.get(name + extension)
+    if found is None:
+        raise CheckpointError(f"{weight}: {title} without its {name}{extension}")
     if len(weight.shape) != 2:
-        raise CheckpointError(f"{weight}: FP8 block scales are known for matrices only")
-    if scale.dtype not in _PLAIN_DTYPES:
-        raise CheckpointError(f"{scale}: a scale must be F32, BF16 or F16")
-    expected = (blocks(weight.shape[0]), blocks(weight.shape[1]))
+        raise CheckpointError(f"{weight}: {title} is known for matrices only")
+    if found.dtype not in dtypes:
+        raise CheckpointError(f"{found}: its dtype must be {' or '.join(sorted(dtypes))}")
+    return found
+
+
+def _prove_groups(weight: StoredTensor, columns: int, group: int) -> None:
+    if columns % group:
+        raise CheckpointError(f"{weight}: {columns} columns are not whole groups of {group}")
+
+
+def _prove_scale(weight: StoredTensor, scale: StoredTensor, expected: tuple[int, ...], what: str) -> None:
     if scale.shape != expected:
-        raise CheckpointError(
-            f"{scale}: {weight.name} {list(weight.shape)} in blocks of {BLOCK} needs the scale shape {list(expected)}"
-        )
-
-
-def _prove_block_size(quantization: Mapping[str, Any]) -> None:
-    size = quantization.get("weight_block_size")
-    if size is not None and size != [BLOCK, BLOCK]:
-        raise CheckpointError(f"quantization_config.weight_block_size {size!r} is not supported, only [{BLOCK}, {BLOCK}]")
-
-
-def _exclusions(quantization: Mapping[str, Any]) -> list[str]:
-    entries: list[str] = []
-    for field in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
-        value = quantization.get(field)
-        if isinstance(value, list):
-            entries += [entry for entry in value if isinstance(entry, str)]
-    return entries
-
-
-def _exclusion_rule(entries: Iterable[str]) -> Callable[[str], bool]:
-    """Does a list exclude this weight? `re:` is a regular expression, `*` a glob; else whole path segments, anywhere."""
-    patterns: list[re.Pattern[str]] = []
-    runs: list[str] = []
-    for entry in entries:
-        if entry.startswith("re:"):
-            patterns.append(re.compile(entry[3:]))
-        elif "*" in entry:
-            patterns.append(re.compile(fnmatch.translate(entry)))
-        else:
-            runs.append(f".{entry}.")
-
-    def is_excluded(weight_name: str) -> bool:
-        module = weight_name.rpartition(".")[0]
-        path = f".{module}."
-        return any(run in path for run in runs) or any(pattern.match(module) for pattern in patterns)
-
-    return is_excluded
-
-
-def _is_projection(weight_name: str) -> bool:
-    """Is it a linear layer that releases quantise when nothing excludes it? Routers, embeddings, norms and heads never are."""
-    module, _, leaf = weight_name.rpartition(".")
-    segment = module.rpartition(".")[2]
-    return leaf == "weight" and ("_proj_" in segment or segment.endswith("_proj")) and segment != "eh_proj"
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
+        raise CheckpointError(f"{scale}: {weight.name} {list(weight.shape)} in {what} needs the shape {list(expected)}")

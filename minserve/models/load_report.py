@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from minserve.models.formats import Format
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skipped:
@@ -27,7 +29,7 @@ class LoadReport:
     bytes_read: int
     bytes_written: int
     """Size of the parameters, each byte written exactly once."""
-    formats: Mapping[str, int]
+    formats: Mapping[Format, int]
     """Read weights by storage format."""
     dequantized: int
     """Weights widened at load."""

@@ -9,7 +9,7 @@ from torch import nn
 from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
-from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_quantization, read_rope
+from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_rope
 from minserve.models.config_types import GqaConfig, ModelConfig, MoeConfig
 from minserve.models.decoder import Decoder
 from minserve.models.layers.attention import GroupedQueryAttention, gqa_shape
@@ -45,7 +45,6 @@ def parse_config(fields: Fields, architecture: str, model_dir: Path) -> ModelCon
         num_nextn_predict_layers=0,
         eos_token_ids=read_eos(fields, model_dir),
         dtype=read_dtype(fields),
-        quantization=read_quantization(fields, model_dir),
         raw=fields.values,
     )
 

@@ -35,6 +35,10 @@ ROWS = (
     Row("DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v3.parse_config, deepseek_v3.build),
     Row("DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3.parse_config, deepseek_v3.build),
     Row("DeepseekV3ForCausalLM", "kimi_k2", deepseek_v3.parse_config, deepseek_v3.build),
+    # K2.5's wrapper around a text model: its text_config may or may not say which of the names is the text model's.
+    Row("KimiK25ForConditionalGeneration", "kimi_k2", deepseek_v3.parse_config, deepseek_v3.build),
+    Row("KimiK25ForConditionalGeneration", "kimi_k25", deepseek_v3.parse_config, deepseek_v3.build),
+    Row("DeepseekV3ForCausalLM", "kimi_k25", deepseek_v3.parse_config, deepseek_v3.build),
     Row("Qwen2MoeForCausalLM", "qwen2_moe", qwen_moe.parse_config, qwen_moe.build),
     Row("Qwen3MoeForCausalLM", "qwen3_moe", qwen_moe.parse_config, qwen_moe.build),
 )

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from minserve.errors import CheckpointError
-from minserve.models.formats import BLOCK, blocks
+from minserve.kernels.four_bits import widen_int4, widen_nvfp4
+from minserve.kernels.reference import widen
+from minserve.models.formats import BLOCK, Format, blocks
 from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 PIECE_BYTES = 16 << 20
@@ -33,11 +35,16 @@ TORCH_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """A stored tensor, the view of the same shape that it fills, and its block scale when it is to be widened."""
+    """A stored tensor, the view that it fills, and its scales when it is to be widened."""
 
     tensor: StoredTensor
     target: Tensor
-    scale: StoredTensor | None = None
+    widen_from: Format = "plain"
+    scales: tuple[StoredTensor, ...] = ()
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        return (self.tensor, *self.scales)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,12 +105,12 @@ class WeightReader:
 
     @torch.inference_mode()
     def _carry_out(self, piece: _Piece) -> int:
-        tensor, scale = piece.transfer.tensor, piece.transfer.scale
+        tensor, widened = piece.transfer.tensor, bool(piece.transfer.scales)
         target = piece.transfer.target.detach()
         target = (target if tensor.shape else target.reshape(1))[piece.first : piece.last]
         dtype = TORCH_DTYPES[tensor.dtype]
         count = (piece.last - piece.first) * _row_bytes(tensor)
-        if scale is None and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+        if not widened and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
             self._read(tensor, piece.first, target.view(-1).view(torch.uint8))
             return count
         staging = self._staging.get()
@@ -112,18 +119,29 @@ class WeightReader:
                 staging = torch.empty(count, dtype=torch.uint8)
             held = staging[:count]
             self._read(tensor, piece.first, held)
-            values = held.view(dtype).view(target.shape)
-            if scale is not None:
-                first_block, last_block = piece.first // BLOCK, blocks(piece.last)
-                factors = self.rows(scale, first_block, last_block)
-                values = dequantize_fp8_block(values, factors)
-                count += factors.numel() * factors.element_size()
+            values = held.view(dtype).view(target.shape[:1] + tensor.shape[1:])
+            if widened:
+                values, more = self._widened(piece, values)
+                count += more
             target.copy_(values)
             if target.dtype == torch.float16 and dtype != torch.float16:
                 _prove_in_range(tensor, target)
         finally:
             self._staging.put(staging)
         return count
+
+    def _widened(self, piece: _Piece, values: Tensor) -> tuple[Tensor, int]:
+        """The piece's rows in fp32 [n, K], and how many bytes of scales were read for them."""
+        scale, *others = piece.transfer.scales
+        if piece.transfer.widen_from == "fp8_block":
+            factors = self.rows(scale, piece.first // BLOCK, blocks(piece.last))
+            return widen(values, factors, torch.float32), factors.nbytes
+        factors = self.rows(scale, piece.first, piece.last)
+        if piece.transfer.widen_from == "int4_group":
+            return widen_int4(values, factors, torch.float32), factors.nbytes
+        scalar = self.rows(others[0])
+        once = 0 if piece.first else scalar.nbytes  # every piece reads it, one counts it
+        return widen_nvfp4(values, factors, scalar, torch.float32), factors.nbytes + once
 
     def _read(self, tensor: StoredTensor, first_row: int, into: Tensor) -> None:
         view = memoryview(into.numpy().data)
@@ -139,22 +157,15 @@ class WeightReader:
             view, offset = view[count:], offset + count
 
 
-def dequantize_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
-    """fp32 [N, K] of float8 `weight` [N, K] and `scale` [ceil(N/128), ceil(K/128)], any float type: W = weight * scale."""
-    rows, columns = weight.shape
-    wide = scale.to(torch.float32).repeat_interleave(BLOCK, 1)[:, :columns].repeat_interleave(BLOCK, 0)[:rows]
-    return wide.mul_(weight.to(torch.float32))
-
-
 def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
     for transfer in transfers:
         shape, row_bytes = transfer.tensor.shape or (1,), _row_bytes(transfer.tensor)
         if not row_bytes:
             continue
         step = max(1, PIECE_BYTES // row_bytes)
-        if transfer.scale is not None:
+        if transfer.scales:
             # Whole blocks, and fewer rows, because widening takes several times the stored size.
-            step = max(BLOCK, step // 4 // BLOCK * BLOCK)
+            step = max(BLOCK, step // 8 // BLOCK * BLOCK)
         for first in range(0, shape[0], step):
             yield _Piece(transfer, first, min(first + step, shape[0]))
 

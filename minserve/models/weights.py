@@ -1,17 +1,14 @@
 """Fills a model from a checkpoint and proves that it did, or fills it with random values. Knows no architecture.
 
 The model says where tensors go (`destinations`) and which it does not want (`ignored`); the checkpoint is proven before
-(checkpoint.py); bytes are moved by weight_reader.py. What comes later has its place already:
-- formats: a rule in formats.py, a widening function in weight_reader.py, companions named by the `Destination`;
-- ranks: destinations for the local experts alone, other ranks' experts among `ignored`, row ranges of stacked tensors as pieces;
-- GPU: pinned staging with an event a buffer inside `WeightReader`.
+(checkpoint.py); bytes are moved by weight_reader.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -22,9 +19,10 @@ from minserve.errors import CheckpointError
 from minserve.models.checkpoint import Checkpoint, named, open_checkpoint
 from minserve.models.coverage import prove_coverage
 from minserve.models.destinations import Destination
-from minserve.models.formats import SCALE_SUFFIX, Formats, formats_from_config, scale_name
+from minserve.models.formats import LAYOUTS, Formats, stored_names
 from minserve.models.layers.embedding import EMBEDDING, HEAD
 from minserve.models.load_report import LoadReport, Skipped
+from minserve.models.quantization_claim import formats_from_config
 from minserve.models.safetensors_header import StoredTensor
 from minserve.models.weight_reader import PIECE_BYTES, TORCH_DTYPES, Transfer, WeightReader
 
@@ -34,6 +32,8 @@ _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64
 _DUMMY_STD = 0.02
 _DUMMY_FP8_STD = 64.0
 """Spread of random FP8 values before their scale: well inside e4m3's normal range of 2**-6 to 448."""
+_DUMMY_INT4_STD = 21.25**0.5
+"""Spread of uniform values from -8 to 7."""
 
 
 class LoadableModel(Protocol):
@@ -66,11 +66,8 @@ def load_weights(
     """
     started = time.monotonic()
     destinations = list(model.destinations())
-    transfers, skipped = _plan(model, checkpoint, destinations)
-    bytes_written = prove_coverage(model.state_dict(), destinations)
-
-    sources = {t.name: t for transfer in transfers for t in (transfer.tensor, transfer.scale) if t is not None}
-    total = sum(t.tensor.num_bytes + (t.scale.num_bytes if t.scale else 0) for t in transfers)
+    proof = prove_load(model, checkpoint, destinations)
+    total = sum(tensor.num_bytes for transfer in proof.transfers for tensor in transfer.sources)
     done = 0
 
     def advance(count: int) -> None:
@@ -81,20 +78,19 @@ def load_weights(
 
     notes = list(checkpoint.notes)
     with torch.inference_mode(), WeightReader(checkpoint.files, threads) as reader:
-        reader.run(transfers, advance)
+        reader.run(proof.transfers, advance)
         notes += _compare_tied_head(destinations, checkpoint.tensors, reader)
     if done != total:
         raise CheckpointError(f"{checkpoint.directory}: {done:,} bytes were read where {total:,} were planned")
-    weights = [d.name for d in destinations if not d.name.endswith(SCALE_SUFFIX)]
     return LoadReport(
         directory=checkpoint.directory,
-        files=len({tensor.file for tensor in sources.values()}),
-        tensors=len(sources),
+        files=len({tensor.file for tensor in proof.sources.values()}),
+        tensors=len(proof.sources),
         bytes_read=total,
-        bytes_written=bytes_written,
-        formats=Counter(checkpoint.formats.of(name) for name in dict.fromkeys(weights)),
-        dequantized=sum(transfer.scale is not None for transfer in transfers),
-        skipped=skipped,
+        bytes_written=proof.bytes_written,
+        formats=checkpoint.formats.count(proof.sources),
+        dequantized=sum(bool(transfer.scales) for transfer in proof.transfers),
+        skipped=proof.skipped,
         notes=tuple(notes),
         seconds=time.monotonic() - started,
     )
@@ -125,23 +121,37 @@ def dummy_weights(model: LoadableModel, seed: int) -> LoadReport:
     )
 
 
-def _plan(
-    model: LoadableModel, checkpoint: Checkpoint, destinations: Sequence[Destination]
-) -> tuple[list[Transfer], dict[str, Skipped]]:
-    """(one transfer a destination, what is skipped by reason). All that is missing, misshapen or unknown goes into one error."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadProof:
+    """What a load will read and leave, proven before it reads anything."""
+
+    transfers: list[Transfer]
+    """One a destination."""
+    sources: Mapping[str, StoredTensor]
+    """The tensors to be read, by canonical name."""
+    skipped: Mapping[str, Skipped]
+    """By reason."""
+    bytes_written: int
+
+
+def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Sequence[Destination]) -> LoadProof:
+    """Works on the meta device as well. All that is missing, misshapen or unknown goes into one CheckpointError."""
     transfers, missing, misfits, unknown = [], [], [], []
+    sources: dict[str, StoredTensor] = {}
     for destination in destinations:
-        tensor = checkpoint.tensors.get(destination.name)
-        if tensor is None:
-            missing.append(f"{destination.name} {list(destination.target.shape)}")
+        names = stored_names(destination.name, destination.widen_from)
+        found = {name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}
+        if names[0] not in found:
+            missing.append(f"{names[0]} {list(destination.target.shape)}")
             continue
-        scale = None if destination.dequantize_with is None else checkpoint.tensors.get(destination.dequantize_with)
-        misfit = _misfit(destination, tensor, scale)
-        if misfit is None:
-            transfers.append(Transfer(tensor, destination.target, scale))
-        else:
+        misfit = _misfit(destination, found[names[0]], checkpoint.formats)
+        if misfit is not None:
             misfits.append(misfit)
-    consumed = {d.name for d in destinations} | {d.dequantize_with for d in destinations}
+            continue
+        sources |= found
+        tensor, *scales = found.values()
+        transfers.append(Transfer(tensor, destination.target, destination.widen_from, tuple(scales)))
+    consumed = {name for d in destinations for name in stored_names(d.name, d.widen_from)}
     skipped = {reason: [*tensors] for reason, tensors in checkpoint.set_aside.items()}
     for name, tensor in checkpoint.tensors.items():
         if name not in consumed:
@@ -161,20 +171,21 @@ def _plan(
         faults.append(f"{len(unknown):,} tensors are unknown to the model: {named(unknown)}")
     if faults:
         raise CheckpointError(f"{checkpoint.directory}: {'. '.join(faults)}")
-    return transfers, {r: Skipped(len(found), sum(t.num_bytes for t in found)) for r, found in skipped.items()}
+    left = {reason: Skipped(len(tensors), sum(t.num_bytes for t in tensors)) for reason, tensors in skipped.items()}
+    return LoadProof(transfers, sources, left, prove_coverage(model.state_dict(), destinations))
 
 
-def _misfit(destination: Destination, tensor: StoredTensor, scale: StoredTensor | None) -> str | None:
+def _misfit(destination: Destination, tensor: StoredTensor, formats: Formats) -> str | None:
     """Why the stored tensor cannot fill its destination; None when it can."""
-    target, name = destination.target, destination.name
-    if tuple(target.shape) != tensor.shape:
+    target, kind = destination.target, destination.widen_from
+    *rows, columns = tensor.shape or (1,)
+    shape = (*rows, columns * LAYOUTS[kind].packed) if tensor.shape else ()
+    if tuple(target.shape) != shape:
         return f"{tensor} where the model has {list(target.shape)}"
     stored = TORCH_DTYPES.get(tensor.dtype)
-    if destination.dequantize_with is not None:
-        if stored != torch.float8_e4m3fn:
-            return f"{tensor} is to be dequantised but is not FP8"
-        if scale is None or destination.dequantize_with != scale_name(name):
-            return f"{tensor} is to be dequantised with {destination.dequantize_with}, which is not its scale"
+    if kind != "plain":
+        if formats.of(destination.name) != kind:
+            return f"{tensor} is to be widened but is not {LAYOUTS[kind].title}"
         fits = target.dtype in _FLOATS
     elif stored in _FLOATS:
         fits = target.dtype in _FLOATS
@@ -211,8 +222,11 @@ def _fill(destination: Destination, seed: int) -> None:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     leaf = name.rpartition(".")[2]
-    if name.endswith(SCALE_SUFFIX):
-        target.uniform_(0.5, 1.5, generator=generator).mul_(_DUMMY_STD / _DUMMY_FP8_STD)
+    if target.dtype == torch.int32:
+        target.random_(-(2**31), 2**31 - 1, generator=generator)
+    elif leaf.startswith("weight_scale"):
+        spread = _DUMMY_FP8_STD if leaf == "weight_scale_inv" else _DUMMY_INT4_STD
+        target.uniform_(0.5, 1.5, generator=generator).mul_(_DUMMY_STD / spread)
     elif target.dtype == torch.float8_e4m3fn:
         wide = torch.empty(target.shape, dtype=torch.float32, device=target.device)
         target.copy_(wide.normal_(0.0, _DUMMY_FP8_STD, generator=generator).clamp_(-448.0, 448.0))

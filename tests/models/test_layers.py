@@ -12,10 +12,10 @@ from tiny_checkpoints import VARIANTS
 
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, Kernels, kv_page_shape
-from minserve.models.formats import formats_from_config
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.streams import SERIAL
 from minserve.models.model_config import load_model_config
+from minserve.models.quantization_claim import formats_from_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights
 

@@ -149,7 +149,6 @@ def test_deepseek_v3(parse):
     assert (router.top_k, router.num_groups, router.top_k_groups, router.group_score) == (8, 8, 4, "top2_sum")
     assert (router.scoring, router.normalize, router.scale, moe.correction_bias) == ("sigmoid", True, 2.5, True)
     assert (config.num_nextn_predict_layers, config.max_position_embeddings) == (1, 163840)
-    assert config.quantization.block_size == (128, 128)
     assert config.raw["rope_scaling"]["factor"] == 40
 
 
@@ -160,7 +159,6 @@ def test_deepseek_v2(parse):
     router = config.moe.router
     assert (router.scoring, router.group_score, router.top_k_groups) == ("softmax", "max", 3)
     assert (router.normalize, router.scale, config.moe.correction_bias) == (False, 16.0, False)
-    assert config.quantization is None
     greedy = parse({**DEEPSEEK_V2, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None})
     assert greedy.moe.router.group_score == "none"
     assert greedy.attention.q_lora_rank is None
@@ -348,24 +346,14 @@ def test_other_rope_scalings_are_refused(parse, kind):
         parse({**QWEN3, "rope_scaling": {"rope_type": kind, "factor": 2.0}})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("quant_method", "compressed-tensors"),
-        ("weight_block_size", [1, 128]),
-        ("weight_block_size", None),
-        ("activation_scheme", "static"),
-    ],
-)
-def test_other_quantisations_are_refused(parse, field, value):
-    with pytest.raises(CheckpointError, match=f"quantization_config: {field} is {json.dumps(value)}".replace("[", r"\[")):
-        parse({**DEEPSEEK_V3, "quantization_config": {**DEEPSEEK_V3["quantization_config"], field: value}})
-
-
-def test_a_modelopt_file_beside_the_config_is_refused(parse, tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(CheckpointError, match=r'hf_quant_config.json: quantization: quant_algo is "NVFP4"'):
-        parse(QWEN3)
+@pytest.mark.parametrize("inner", [{}, {"architectures": ["DeepseekV3ForCausalLM"]}, {"model_type": "kimi_k2"}])
+def test_kimi_k25_wraps_a_text_model(parse, inner):
+    """Whichever of the names its text_config repeats, the text model is DeepSeek-V3's kind."""
+    text = {**_without(DEEPSEEK_V3, "architectures", "model_type"), "topk_method": "noaux_tc", **inner}
+    wrapper = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}}
+    config = parse({**wrapper, "text_config": text})
+    assert config.moe.router.group_score == "top2_sum"
+    assert config.num_layers == 61
 
 
 @pytest.mark.parametrize(("text", "says"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "cannot be read")])

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from weights.toy_model import ToyModel, assert_loaded, read_index, toy_tensors, write_checkpoint, write_index
 
 from minserve.errors import CheckpointError, ExitCode
-from minserve.models.checkpoint import canonical_name, open_checkpoint
+from minserve.models.checkpoint import open_checkpoint
+from minserve.models.tensor_names import canonical_name
 from minserve.models.weights import load_weights
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from weights.toy_model import ToyModel
 
 from minserve.errors import CheckpointError
-from minserve.models.formats import formats_from_config
-from minserve.models.weight_reader import dequantize_fp8_block
+from minserve.kernels.reference import widen
+from minserve.models.quantization_claim import formats_from_config
 from minserve.models.weights import dummy_weights
 
 
@@ -47,7 +47,7 @@ def test_fp8_values_and_scales_give_the_same_spread() -> None:
     values = filled(0, formats=formats, keep_fp8=True, hidden=256, width=256)
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert values[name].dtype == torch.float8_e4m3fn
-    wide = dequantize_fp8_block(values[name], values[f"{name}_scale_inv"])
+    wide = widen(values[name], values[f"{name}_scale_inv"], torch.float32)
     assert bool(wide.isfinite().all())
     assert abs(wide.std().item() - 0.02) < 0.005
     assert values[f"{name}_scale_inv"].unique().numel() > 1

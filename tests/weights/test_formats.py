@@ -10,9 +10,9 @@ from torch import Tensor
 from weights.toy_model import ToyModel, toy_tensors, write_checkpoint
 
 from minserve.errors import CheckpointError
+from minserve.kernels.reference import widen
 from minserve.models.checkpoint import open_checkpoint
-from minserve.models.formats import formats_from_config
-from minserve.models.weight_reader import dequantize_fp8_block
+from minserve.models.quantization_claim import formats_from_config
 from minserve.models.weights import load_weights
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -99,7 +99,7 @@ def test_partial_blocks(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128))
     expected = torch.stack([weight[r].float() * scale[r // 128][torch.arange(shape[1]) // 128] for r in range(shape[0])])
-    assert torch.equal(dequantize_fp8_block(weight, scale), expected)
+    assert torch.equal(widen(weight, scale, torch.float32), expected)
 
 
 NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -119,29 +119,32 @@ def test_an_orphan_scale_is_refused(tmp_path: Path, without: str) -> None:
         del tensors[NAME]
     else:
         tensors[NAME] = tensors[NAME].bfloat16()
-    with pytest.raises(CheckpointError, match=f"{NAME}_scale_inv: a scale without an FP8 weight beside it"):
+    with pytest.raises(CheckpointError, match=f"{NAME}_scale_inv: without a quantised weight beside it"):
         opened(tmp_path, tensors)
 
 
 def test_a_misshapen_scale_is_refused_with_both_shapes(tmp_path: Path) -> None:
     tensors = fp8_tensors() | {f"{NAME}_scale_inv": torch.ones(1, 2)}
-    with pytest.raises(CheckpointError, match=r"scale_inv F32 \[1, 2\] .* \[160, 192\] .* needs the scale shape \[2, 2\]"):
+    with pytest.raises(CheckpointError, match=r"scale_inv F32 \[1, 2\] .* \[160, 192\] .* needs the shape \[2, 2\]"):
         opened(tmp_path, tensors)
 
 
 def test_a_scale_of_another_type_is_refused(tmp_path: Path) -> None:
     tensors = fp8_tensors() | {f"{NAME}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match="must be F32, BF16 or F16"):
+    with pytest.raises(CheckpointError, match="must be BF16 or F16 or F32"):
         opened(tmp_path, tensors)
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.a_proj.weight_packed", torch.ones(4, 4, dtype=torch.int32), "INT4 compressed-tensors weights are not supported"),
+        ("model.a_proj.weight_zero_point", torch.ones(4, dtype=torch.int32), "asymmetric INT4 or INT8 weights are not supported"),
         ("model.a_proj.qweight", torch.ones(4, 4, dtype=torch.int32), "GPTQ or AWQ weights are not supported"),
-        ("model.a_proj.weight_scale", torch.ones(4), "per-tensor or per-channel"),
-        ("model.a_proj.weight_scale_2", torch.ones(1), "NVFP4 weights are not supported"),
+        ("model.norm.weight_scale", torch.ones(4), "per-tensor or per-channel"),
+        ("model.a_proj.weight_scale", torch.ones(4), "without a quantised weight beside it"),
+        ("model.a_proj.weight_scale_2", torch.ones(1), "without a quantised weight beside it"),
+        ("model.a_proj.weight_shape", torch.ones(2), "without a quantised weight beside it"),
+        ("model.a_proj.weight_global_scale", torch.ones(1), "compressed-tensors NVFP4 weights are not supported"),
         ("model.a_proj.weight", torch.ones(4, 4).to(torch.float8_e5m2), "of this dtype are not supported"),
         ("model.a_proj.weight", torch.ones(2, 4, 4).to(torch.float8_e4m3fn), "FP8 without its"),
     ],

@@ -15,6 +15,7 @@ from minserve.errors import CheckpointError
 from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.coverage import prove_coverage
 from minserve.models.destinations import Destination
+from minserve.models.formats import Formats
 from minserve.models.weights import load_weights
 
 
@@ -156,31 +157,10 @@ def test_fp8_is_not_cast_without_its_scale_nor_plain_values_to_fp8(tmp_path: Pat
     assert "where the model has torch.float8_e4m3fn" in message
 
 
-class WrongScaleModel(ToyModel):
-    """Asks for another matrix's scale, or for a scale of a plain matrix."""
-
-    def __init__(self, companion: str) -> None:
-        super().__init__()
-        self.companion = companion
-
-    def destinations(self) -> Iterator[Destination]:
-        for destination in super().destinations():
-            if destination.name == "model.layers.0.mlp.experts.0.up_proj.weight":
-                yield Destination(destination.name, destination.target, self.companion)
-            else:
-                yield destination
-
-
-def test_a_companion_that_is_not_the_weights_own_scale_is_refused(tmp_path: Path) -> None:
-    name, other = (f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 1))
-    quantised = {n: torch.ones(WIDTH, HIDDEN).to(torch.float8_e4m3fn) for n in (name, other)}
-    quantised |= {f"{n}_scale_inv": torch.ones(1, 1) for n in (name, other)}
-    checkpoint = checkpoint_of(tmp_path / "a", toy_tensors() | quantised)
-    assert f"dequantised with {other}_scale_inv, which is not its scale" in refusal(
-        WrongScaleModel(f"{other}_scale_inv"), checkpoint
-    )
-    plain = checkpoint_of(tmp_path / "b", toy_tensors())
-    assert "is to be dequantised but is not FP8" in refusal(WrongScaleModel(f"{name}_scale_inv"), plain)
+def test_a_plain_weight_is_not_widened(tmp_path: Path) -> None:
+    message = refusal(ToyModel(Formats(lambda _: "fp8_block")), checkpoint_of(tmp_path, toy_tensors()))
+    assert "up_proj.weight BF16 [24, 16] in" in message
+    assert "is to be widened but is not FP8" in message
 
 
 def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minserve.models.destinations import Destination
-from minserve.models.formats import blocks
-from minserve.models.weights import Formats, formats_from_config
+from minserve.models.formats import Formats, blocks
+from minserve.models.quantization_claim import formats_from_config
 
 VOCAB, HIDDEN, WIDTH, EXPERTS, LAYERS = 32, 16, 24, 3, 2
 
@@ -71,8 +71,7 @@ class ToyModel(nn.Module):
                     yield Destination(f"{name}.down_proj.weight_scale_inv", self.w2_scale[layer][expert])
 
     def _weight(self, name: str, target: Tensor) -> Destination:
-        widen = not self.keep_fp8 and self.formats.of(name) == "fp8_block"
-        return Destination(name, target, f"{name}_scale_inv" if widen else None)
+        return Destination(name, target, "plain" if self.keep_fp8 else self.formats.of(name))
 
     def ignored(self, name: str) -> str | None:
         segments = name.split(".")

@@ -11,7 +11,7 @@ from minserve.kernels.interface import ExpertWeights
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
-from minserve.models.formats import BLOCK, blocks, scale_name
+from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks, stored_names
 from minserve.models.layers.dispatcher import ExpertPlacement, FlatTokens, MaskedTokens
 from minserve.models.layers.linear import parameter
 
@@ -19,8 +19,8 @@ from minserve.models.layers.linear import parameter
 class Experts(nn.Module):
     """w13 [E, 2I, H] with gate rows first, w2 [E, H, I].
 
-    They stay FP8 when every expert is and I is a multiple of the block; else a block would span gate and up rows, and they
-    are widened at load.
+    They stay FP8 when every expert is and I is a multiple of the block (else a block would span gate and up rows), and INT4
+    when every expert is; otherwise, or where the kernels read neither, they are widened at load.
     """
 
     slots: Tensor | None
@@ -33,17 +33,24 @@ class Experts(nn.Module):
         self.formats = build.formats
         self.placement = build.placement or ExpertPlacement.identity(config.num_experts)
         self.intermediate_size = width = config.intermediate_size
-        keep = width % BLOCK == 0 and build.keeps_fp8(self._names())
-        dtype, count = torch.float8_e4m3fn if keep else build.dtype, config.num_experts
-        self.w13 = parameter((count, 2 * width, hidden_size), dtype, build.device)
-        self.w2 = parameter((count, hidden_size, width), dtype, build.device)
-        self.w13_scale = self.w2_scale = None
-        if keep:
-            self.w13_scale = parameter((count, blocks(2 * width), blocks(hidden_size)), torch.float32, build.device)
-            self.w2_scale = parameter((count, blocks(hidden_size), blocks(width)), torch.float32, build.device)
+        kept = build.kept_format(self._names())
+        self.kept: Format = "plain" if kept == "fp8_block" and width % BLOCK else kept
+        self.w13, self.w13_scale = self._matrices(config.num_experts, 2 * width, hidden_size, build)
+        self.w2, self.w2_scale = self._matrices(config.num_experts, hidden_size, width, build)
         identity = self.placement.is_identity
         slots = None if identity else torch.tensor(self.placement.slot_of_expert, dtype=torch.int32, device=build.device)
         self.register_buffer("slots", slots, persistent=False)
+
+    def _matrices(self, count: int, rows: int, columns: int, build: BuildContext) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Memory for `count` matrices and their scales in the format that is kept."""
+        if self.kept == "plain":
+            return parameter((count, rows, columns), build.dtype, build.device), None
+        if self.kept == "fp8_block":
+            values = parameter((count, rows, columns), torch.float8_e4m3fn, build.device)
+            return values, parameter((count, blocks(rows), blocks(columns)), torch.float32, build.device)
+        # INT4's group scales are a ninth of the memory: they keep the compute type, which holds published (bf16) ones exactly.
+        values = parameter((count, rows, columns // LAYOUTS["int4_group"].packed), torch.int32, build.device)
+        return values, parameter((count, rows, columns // INT4_GROUP), build.dtype, build.device)
 
     def slots_of(self, expert_ids: Tensor) -> Tensor:
         """Expert ids int32 [T, k] as slots; -1 stays -1."""
@@ -63,17 +70,19 @@ class Experts(nn.Module):
         return [f"{self.prefix}.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")]
 
     def destinations(self) -> Iterator[Destination]:
-        width, half = self.intermediate_size, self.intermediate_size // BLOCK
+        width = self.intermediate_size
+        half = 0 if self.w13_scale is None else self.w13_scale.shape[1] // 2
         for expert, slot in enumerate(self.placement.slot_of_expert):
             gate, up, down = (f"{self.prefix}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
-            yield self._weight(gate, self.w13[slot, :width])
-            yield self._weight(up, self.w13[slot, width:])
-            yield self._weight(down, self.w2[slot])
-            if self.w13_scale is not None and self.w2_scale is not None:
-                yield Destination(scale_name(gate), self.w13_scale[slot, :half])
-                yield Destination(scale_name(up), self.w13_scale[slot, half:])
-                yield Destination(scale_name(down), self.w2_scale[slot])
+            s13, s2 = (None if scale is None else scale[slot] for scale in (self.w13_scale, self.w2_scale))
+            yield from self._places(gate, self.w13[slot, :width], None if s13 is None else s13[:half])
+            yield from self._places(up, self.w13[slot, width:], None if s13 is None else s13[half:])
+            yield from self._places(down, self.w2[slot], s2)
 
-    def _weight(self, name: str, target: Tensor) -> Destination:
-        widen = self.w13_scale is None and self.formats.of(name) == "fp8_block"
-        return Destination(name, target, scale_name(name) if widen else None)
+    def _places(self, name: str, values: Tensor, scale: Tensor | None) -> Iterator[Destination]:
+        if scale is None:
+            yield Destination(name, values, self.formats.of(name))
+        else:
+            stored_values, stored_scale = stored_names(name, self.kept)
+            yield Destination(stored_values, values)
+            yield Destination(stored_scale, scale)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minserve.kernels.interface import LinearWeight
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination
-from minserve.models.formats import BLOCK, blocks, scale_name
+from minserve.models.formats import BLOCK, blocks, stored_names
 
 
 def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         self.formats = build.formats
         rows = sum(part.rows for part in self.parts)
         aligned = all(part.rows % BLOCK == 0 for part in self.parts[:-1])
-        keep = aligned and not widen and build.keeps_fp8([part.weight for part in self.parts])
+        keep = aligned and not widen and build.kept_format([part.weight for part in self.parts]) == "fp8_block"
         self.weight = parameter((rows, in_features), torch.float8_e4m3fn if keep else build.dtype, build.device)
         self.scale = parameter((blocks(rows), blocks(in_features)), torch.float32, build.device) if keep else None
         self.bias = parameter((rows,), build.dtype, build.device) if bias else None
@@ -63,11 +63,12 @@ class Linear(nn.Module):
         start = 0
         for part in self.parts:
             end = start + part.rows
-            quantised = self.formats.of(part.weight) == "fp8_block"
-            widen = scale_name(part.weight) if quantised and self.scale is None else None
-            yield Destination(part.weight, self.weight[start:end], widen)
-            if self.scale is not None:
-                yield Destination(scale_name(part.weight), self.scale[start // BLOCK : blocks(end)])
+            if self.scale is None:
+                yield Destination(part.weight, self.weight[start:end], self.formats.of(part.weight))
+            else:
+                values, scale = stored_names(part.weight, "fp8_block")
+                yield Destination(values, self.weight[start:end])
+                yield Destination(scale, self.scale[start // BLOCK : blocks(end)])
             if self.bias is not None:
                 yield Destination(f"{part.name}.bias", self.bias[start:end])
             start = end

@@ -1,0 +1,130 @@
+"""What a checkpoint's config says of its weights' format: compared with the tensors, believed only where there are none.
+
+Knows quantisation sections as releases write them, no file of weights and no model.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from minserve.errors import CheckpointError
+from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, Formats
+from minserve.models.safetensors_header import StoredTensor
+from minserve.models.tensor_names import canonical_name, some
+
+_EXCLUSION_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+
+
+def claimed_format(quantization: Mapping[str, Any]) -> Format | None:
+    """The format that a section announces, None when it names none. CheckpointError for one that is not supported."""
+    method, algorithm = quantization.get("quant_method"), quantization.get("quant_algo")
+    if method == "fp8":
+        size = quantization.get("weight_block_size")
+        if size is not None and size != [BLOCK, BLOCK]:
+            raise CheckpointError(f"quantization_config.weight_block_size {size!r} is not supported, only [{BLOCK}, {BLOCK}]")
+        return "fp8_block"
+    if method == "compressed-tensors":
+        _prove_int4_claim(quantization)
+        return "int4_group"
+    if algorithm == "NVFP4" and method in (None, "modelopt", "modelopt_fp4"):
+        return "nvfp4"
+    if method is None and algorithm is None:
+        return None
+    named = " ".join(str(part) for part in (method, algorithm) if part is not None)
+    raise CheckpointError(
+        f"quantization_config: {named!r:.100} is not supported; supported: fp8 in blocks of {BLOCK}, compressed-tensors INT4 in "
+        f"groups of {INT4_GROUP}, modelopt NVFP4"
+    )
+
+
+def formats_from_config(quantization: Mapping[str, Any] | None) -> Formats:
+    """What the config alone promises, for random weights that have no file."""
+    kind = None if quantization is None else claimed_format(quantization)
+    if quantization is None or kind is None:
+        return Formats(lambda _: "plain")
+    is_excluded = _exclusion_rule(quantization)
+    return Formats(lambda name: kind if _is_projection(name) and not is_excluded(name) else "plain")
+
+
+def config_disagreements(
+    tensors: Mapping[str, StoredTensor], formats: Formats, quantization: Mapping[str, Any] | None
+) -> list[str]:
+    """Sentences on where config and tensors differ; the tensors are believed. CheckpointError for what tensors cannot tell:
+    another block size, a scheme that is not supported."""
+    quantized = sorted(formats.quantized)
+    if quantization is None:
+        return [f"{_titled(quantized, formats)} although the config has no quantization_config"] if quantized else []
+    claimed = claimed_format(quantization)
+    notes = []
+    others = [name for name in quantized if claimed is not None and formats.of(name) != claimed]
+    if others and claimed is not None:
+        notes.append(f"{_titled(others, formats)} although quantization_config says {LAYOUTS[claimed].title}")
+    try:
+        is_excluded = _exclusion_rule(quantization)
+    except re.error as error:
+        return [f"quantization_config excludes modules by a pattern that is not valid ({error}); not compared with the tensors"]
+    excluded_but_quantized = [name for name in quantized if is_excluded(name)]
+    if excluded_but_quantized:
+        notes.append(f"{_titled(excluded_but_quantized, formats)} although quantization_config excludes it")
+    unquantized = [
+        name
+        for name, tensor in tensors.items()
+        if formats.of(name) == "plain" and len(tensor.shape) == 2 and _is_projection(name) and not is_excluded(name)
+    ]
+    if unquantized:
+        notes.append(f"{some(unquantized)}: stored plain although quantization_config does not exclude it")
+    return notes
+
+
+def _titled(names: list[str], formats: Formats) -> str:
+    return f"{some(names)}: {LAYOUTS[formats.of(names[0])].title}"
+
+
+def _prove_int4_claim(quantization: Mapping[str, Any]) -> None:
+    layout, groups = quantization.get("format"), quantization.get("config_groups")
+    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    expected = {"num_bits": 4, "type": "int", "group_size": INT4_GROUP, "symmetric": True}
+    for scheme in schemes:
+        for field, value in expected.items():
+            said = scheme.get(field, value) if isinstance(scheme, dict) else None
+            if said != value:
+                raise CheckpointError(f"quantization_config: weights.{field} is {said!r}; supported: {value!r}")
+    if layout != "pack-quantized" or not schemes:
+        raise CheckpointError(f"quantization_config: format {layout!r} is not supported; supported: 'pack-quantized' INT4")
+
+
+def _exclusion_rule(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Does a section exclude this weight? `re:` is a regular expression, `*` a glob; else whole path segments, anywhere."""
+    patterns: list[re.Pattern[str]] = []
+    runs: list[str] = []
+    for entry in _exclusions(quantization):
+        if entry.startswith("re:"):
+            patterns.append(re.compile(entry[3:]))
+        elif "*" in entry:
+            patterns.append(re.compile(fnmatch.translate(canonical_name(entry))))
+        else:
+            runs.append(f".{canonical_name(entry)}.")
+
+    def is_excluded(weight_name: str) -> bool:
+        module = weight_name.rpartition(".")[0]
+        path = f".{module}."
+        return any(run in path for run in runs) or any(pattern.match(module) for pattern in patterns)
+
+    return is_excluded
+
+
+def _exclusions(quantization: Mapping[str, Any]) -> Iterable[str]:
+    for field in _EXCLUSION_FIELDS:
+        value = quantization.get(field)
+        if isinstance(value, list):
+            yield from (entry for entry in value if isinstance(entry, str))
+
+
+def _is_projection(weight_name: str) -> bool:
+    """Is it a linear layer that releases quantise when nothing excludes it? Routers, embeddings, norms and heads never are."""
+    module, _, leaf = weight_name.rpartition(".")
+    segment = module.rpartition(".")[2]
+    return leaf == "weight" and ("_proj_" in segment or segment.endswith("_proj")) and segment != "eh_proj"
