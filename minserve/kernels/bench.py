@@ -124,14 +124,14 @@ def random_experts(sizes: ExpertSizes, fp8: bool) -> ExpertWeights:
 
 def expert_paths(tokens: int, fp8: bool) -> dict[str, _Experts]:
     """The rival ways to compute a step's experts."""
-    masked = DeepGemmProducts(Limits(triton_tokens=0, masked_tokens=1 << 30))
-    contiguous = DeepGemmProducts(Limits(triton_tokens=0, masked_tokens=0))
+    masked = DeepGemmProducts(Limits(0, 0, 1 << 30))
+    contiguous = DeepGemmProducts(Limits(0, 0, 0))
     paths: dict[str, _Experts] = {}
     if tokens <= 16:
         paths["vector"] = triton_experts.experts_vector
     if tokens <= 4096 or not fp8:
         paths["tiled"] = triton_experts.experts_tiled
-    if 4 <= tokens <= 256:
+    if tokens <= 256 and (fp8 or tokens >= 8):
         paths["masked"] = masked.experts_flat
     if tokens >= 256:
         paths["contiguous"] = contiguous.experts_flat
@@ -162,7 +162,7 @@ def expert_cases(sizes: ExpertSizes, fp8: bool, batches: Sequence[int]) -> Itera
 
 def linear_cases(name: str, n: int, k: int, batches: Sequence[int]) -> Iterator[Case]:
     copies = max(2, min(16, (256 << 20) // (n * k)))
-    deep_gemm = DeepGemmProducts(Limits(triton_linear_rows=0))
+    deep_gemm = DeepGemmProducts()
 
     def make(function: _Linear, fp8: bool, tokens: int) -> list[_Call]:
         x = torch.randn(tokens, k, device=_DEVICE, dtype=_BF16)
@@ -214,7 +214,7 @@ def attention_cases(name: str, shape: AttentionShape, rows: int, query: int, len
 
     def make(path: str) -> list[_Call]:
         metadata, pages = attention_metadata([query] * rows, [length] * rows)
-        attention: Any = triton if path == "triton" else FlashInferAttention(_DEVICE, triton, 1, 1)
+        attention: Any = triton if path == "triton" else FlashInferAttention(_DEVICE, triton, 1)
         plan = attention.plan(metadata, shape)
         q = torch.randn(query * rows, shape.num_heads, shape.head_dim, device=_DEVICE, dtype=_BF16)
         tail = torch.randn(query * rows, shape.num_heads, shape.rope_dim, device=_DEVICE, dtype=_BF16)
@@ -224,7 +224,7 @@ def attention_cases(name: str, shape: AttentionShape, rows: int, query: int, len
             return [partial(attention.mla, q, tail, cache, metadata, shape, plan) for cache in caches]
         return [partial(attention.gqa, q, cache, metadata, shape, plan) for cache in caches]
 
-    for path in ("triton", "flashinfer"):
+    for path in ("triton", "flashinfer") if latent or query > 1 else ("triton",):
         yield Case(f"attention {name} {rows}x{query} over {length}", path, partial(make, path), size, flops / 1e12)
 
 

@@ -52,14 +52,13 @@ def calls(library: Any = deep_gemm) -> Calls:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Which path takes how many rows, measured on an H200."""
+    """Which path takes a step's experts, by its tokens; measured on an H200 at the widths of published models."""
 
-    triton_linear_rows: int = 8
-    """FP8 linear: up to so many rows, widening weights in registers beats quantising activations first."""
-    triton_tokens: int = 8
-    """Experts: up to so many tokens go to Triton."""
-    masked_tokens: int = 256
-    """Experts: up to so many tokens the masked product, beyond it the contiguous one. Masked buffers hold E * tokens rows."""
+    triton_bf16: int = 1024
+    """Up to so many tokens Triton's tiles read plain weights faster than the masked and the contiguous product."""
+    triton_fp8: int = 2
+    masked: int = 256
+    """Beyond Triton and up to so many tokens the masked product, then the contiguous one. Masked buffers hold E * tokens rows."""
 
 
 class DeepGemmProducts:
@@ -70,12 +69,12 @@ class DeepGemmProducts:
         self.limits = limits or Limits()
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-        """x [..., K] times weight [N, K] transposed, plus bias [N]. Beyond a few rows FP8 weights meet FP8 activations."""
+        """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations."""
         if weight.scale is None or x.dtype != torch.bfloat16:
             return triton_linear.linear(x, weight, bias)
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if rows.shape[0] <= self.limits.triton_linear_rows or n_size % 64 or k_size % FP8_BLOCK:
+        if rows.shape[0] == 0 or n_size % 64 or k_size % FP8_BLOCK:
             return triton_linear.linear(x, weight, bias)
         quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
         assert scales is not None
@@ -86,16 +85,16 @@ class DeepGemmProducts:
 
     def experts_flat(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
-        tokens = x.shape[0]
-        if tokens <= self.limits.triton_tokens or not _fits(x, experts):
+        tokens, fp8 = x.shape[0], experts.w13_scale is not None
+        if tokens <= (self.limits.triton_fp8 if fp8 else self.limits.triton_bf16) or not _fits(x, experts):
             return triton_experts.experts_flat(x, slot_ids, weights, experts)
         x, num_experts = x.contiguous(), experts.w13.shape[0]
-        if tokens <= self.limits.masked_tokens:
+        if tokens <= self.limits.masked:
             place = place_masked(slot_ids, num_experts, tokens)
         else:
             place = place_contiguous(slot_ids, num_experts, CONTIGUOUS_ALIGNMENT)
         expected = max(1, -(-slot_ids.numel() // num_experts))
-        fp8, groups = experts.w13_scale is not None, 1 if place.row_expert is not None else num_experts
+        groups = 1 if place.row_expert is not None else num_experts
         moved = move_rows(
             x,
             place.num_rows,

@@ -1,7 +1,7 @@
 """FlashInfer attention on Hopper: planned on the host outside a graph, run inside it.
 
-Shapes and types without a FlashInfer kernel here, and small decode batches, go to Triton. Not for two streams at once: the
-workspaces belong to the stream that attention runs on, which is the main one.
+Shapes and types without a FlashInfer kernel here, and decode steps where ours is faster, go to Triton. Not for two streams
+at once: the workspaces belong to the stream that attention runs on, which is the main one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class _Wrapper:
     """One FlashInfer wrapper, with the event after which its pinned plan buffer may be written again."""
 
     run: Any
-    pages: Tensor
-    """int32 device list that the wrapper reads pages from; empty where each step brings its own."""
+    pages: Tensor | None
+    """The page table that a graph's kernel reads, flattened; None where each step brings its own."""
     planned: torch.cuda.Event
 
 
 class FlashInferAttention:
-    """Plan and run of one device.
+    """Plan and run of one device: absorbed MLA, and grouped-query steps that hold prefill tokens.
 
     `plan` must be called once for every step before its forward, a replay's included. With `metadata.graph` the wrapper
     belongs to the number of rows and to the page table's address, is made on the first call, and keeps its buffers for
@@ -53,14 +53,14 @@ class FlashInferAttention:
     object each time. Without `graph`, a wrapper serves any step.
     """
 
-    def __init__(self, device: torch.device, triton: TritonAttention, least_gqa_rows: int = 33, least_mla_rows: int = 17) -> None:
+    def __init__(self, device: torch.device, triton: TritonAttention, least_mla_rows: int = 12) -> None:
         self.device = device
         self.triton = triton
-        self.least_rows = {"gqa": least_gqa_rows, "mla": least_mla_rows}
-        """Decode batches of fewer rows are faster in Triton, which plans nothing."""
+        self.least_mla_rows = least_mla_rows
+        """Decode batches of fewer rows are faster in Triton. Grouped-query decode is at every size, and plans nothing."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._graphs: dict[tuple[AttentionShape, int, int], tuple[_Wrapper, int, FlashInferPlan]] = {}
-        self._eager: dict[tuple[str, bool, bool], _Wrapper] = {}
+        self._graphs: dict[tuple[AttentionShape, int, int], tuple[_Wrapper, FlashInferPlan]] = {}
+        self._eager: dict[str, _Wrapper] = {}
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> FlashInferPlan:
         """Host work: copies lengths to FlashInfer's buffers and cuts the work. Reads no device value.
@@ -69,103 +69,55 @@ class FlashInferAttention:
         """
         triton = self.triton.plan(metadata, shape)
         decode, rows = metadata.decode_only, metadata.page_table.shape[0]
-        if not _covers(shape) or (decode and rows < self.least_rows[shape.kind]):
+        if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
         if decode and metadata.graph:
             return self._graph_plan(metadata, shape, triton)
-        wide = shape.head_dim > 128
-        key = (shape.kind, decode, wide)
-        if key not in self._eager:
-            self._eager[key] = self._make(metadata, shape, decode, graph=False)
-        wrapper = self._eager[key]
-        self._plan(wrapper, metadata, shape, decode, graph=False)
+        if shape.kind not in self._eager:
+            self._eager[shape.kind] = self._mla_wrapper(metadata, graph=False) if shape.kind == "mla" else self._gqa_wrapper()
+        wrapper = self._eager[shape.kind]
+        self._plan(wrapper, metadata, shape)
         return FlashInferPlan(triton, wrapper.run)
 
     def _graph_plan(self, metadata: AttentionMetadata, shape: AttentionShape, triton: TritonPlan) -> FlashInferPlan:
         table = metadata.page_table
         key = (shape, table.shape[0], metadata.page_size)
         if key not in self._graphs:
-            wrapper = self._make(metadata, shape, True, graph=True)
-            self._graphs[key] = (wrapper, table.data_ptr(), FlashInferPlan(triton, wrapper.run))
-        wrapper, address, plan = self._graphs[key]
-        if address != table.data_ptr():
+            wrapper = self._mla_wrapper(metadata, graph=True)
+            self._graphs[key] = (wrapper, FlashInferPlan(triton, wrapper.run))
+        wrapper, plan = self._graphs[key]
+        if wrapper.pages is None or wrapper.pages.data_ptr() != table.data_ptr() or wrapper.pages.numel() != table.numel():
             raise ValueError(f"the page table of the {table.shape[0]}-row graph moved after its first plan")
-        self._plan(wrapper, metadata, shape, True, graph=True)
+        self._plan(wrapper, metadata, shape)
         return plan
 
     def forget_graphs(self) -> None:
         """Drops the wrappers of captured sizes: call it when the graphs themselves are destroyed."""
         self._graphs.clear()
 
-    def _make(self, metadata: AttentionMetadata, shape: AttentionShape, decode: bool, *, graph: bool) -> _Wrapper:
+    def _mla_wrapper(self, metadata: AttentionMetadata, *, graph: bool) -> _Wrapper:
+        # The kernel finds each row's pages at an offset, so the page table itself is the list of pages. The other buffers
+        # are only copied to, never read by the kernel: host memory is enough.
         rows = metadata.page_table.shape[0]
-        pages = torch.empty(0, dtype=torch.int32, device=self.device)
-        run: Any
-        if shape.kind == "mla":
-            # The kernel finds a row's pages at an offset of its own, so the page table itself is the list of pages. The
-            # other buffers are only copied to, never read by the kernel: host memory is enough.
-            pages = metadata.page_table.view(-1) if graph else pages
-            counts = [torch.empty(rows + extra, dtype=torch.int32) for extra in (1, 1, 0)]
-            run = flashinfer.mla.BatchMLAPagedAttentionWrapper(
-                self._workspace, use_cuda_graph=graph, qo_indptr=counts[0], kv_indptr=counts[1], kv_indices=pages,
-                kv_len_arr=counts[2], backend="fa3",
-            )  # fmt: skip
-        elif decode:
-            tensor_cores = shape.num_heads >= 4 * shape.num_kv_heads or shape.head_dim != 128
-            buffers: dict[str, Tensor] = {}
-            if graph:
-                pages = torch.zeros(metadata.page_table.numel(), dtype=torch.int32, device=self.device)
-                buffers = {
-                    "paged_kv_indptr_buffer": torch.zeros(rows + 1, dtype=torch.int32, device=self.device),
-                    "paged_kv_indices_buffer": pages,
-                    "paged_kv_last_page_len_buffer": torch.zeros(rows, dtype=torch.int32, device=self.device),
-                }
-            run = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace, "NHD", use_cuda_graph=graph, use_tensor_cores=tensor_cores, backend="fa2", **buffers
-            )
-        else:
-            run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa3")
+        pages = metadata.page_table.view(-1) if graph else None
+        starts, page_starts, lengths = (torch.empty(rows + extra, dtype=torch.int32) for extra in (1, 1, 0))
+        run = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            self._workspace, graph, starts, page_starts, pages, lengths, backend="fa3"
+        )
         return _Wrapper(run, pages, torch.cuda.Event())
 
-    def _plan(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape, decode: bool, *, graph: bool) -> None:
+    def _gqa_wrapper(self) -> _Wrapper:
+        run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa3")
+        return _Wrapper(run, None, torch.cuda.Event())
+
+    def _plan(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         # The previous plan's copy reads the pinned buffer that this one writes; it is long done unless the GPU lags.
         wrapper.planned.synchronize()
         if shape.kind == "mla":
-            self._plan_mla(wrapper, metadata, shape, decode, graph)
+            _plan_mla(wrapper, metadata, shape)
         else:
-            self._plan_gqa(wrapper, metadata, shape, decode, graph)
+            _plan_gqa(wrapper, metadata, shape)
         wrapper.planned.record()
-
-    def _plan_mla(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape, decode: bool, graph: bool) -> None:
-        table = metadata.page_table
-        wrapper.run.plan(
-            _running_sum(metadata.query_lens_host),
-            torch.arange(0, table.shape[0] + 1, dtype=torch.int32) * table.shape[1],
-            wrapper.pages[:0] if graph else table.reshape(-1),
-            torch.tensor(metadata.seq_lens_host, dtype=torch.int32),
-            shape.num_heads,
-            shape.head_dim,
-            shape.rope_dim,
-            metadata.page_size,
-            not decode,
-            shape.scale,
-            _DTYPE,
-            _DTYPE,
-        )
-
-    def _plan_gqa(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape, decode: bool, graph: bool) -> None:
-        size = metadata.page_size
-        page_counts = [-(-length // size) for length in metadata.seq_lens_host]
-        starts = _running_sum(page_counts)
-        pages = wrapper.pages if graph else torch.empty(sum(page_counts), dtype=torch.int32, device=self.device)
-        list_pages(metadata.page_table, metadata.seq_lens, size, pages)
-        last = torch.tensor([(length - 1) % size + 1 for length in metadata.seq_lens_host], dtype=torch.int32)
-        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, size)
-        options = {"sm_scale": shape.scale, "q_data_type": _DTYPE, "kv_data_type": _DTYPE}
-        if decode:
-            wrapper.run.plan(starts, pages[:0] if graph else pages, last, *heads, **options)
-        else:
-            wrapper.run.plan(_running_sum(metadata.query_lens_host), starts, pages, last, *heads, causal=True, **options)
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: FlashInferPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
@@ -202,3 +154,42 @@ def _covers(shape: AttentionShape) -> bool:
 def _running_sum(values: list[int] | tuple[int, ...]) -> Tensor:
     """int32 [len + 1] on the host: 0, then the sums of the first 1, 2, ... values."""
     return torch.tensor(list(itertools.accumulate(values, initial=0)), dtype=torch.int32)
+
+
+def _plan_mla(wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
+    table = metadata.page_table
+    wrapper.run.plan(
+        _running_sum(metadata.query_lens_host),
+        torch.arange(0, table.shape[0] + 1, dtype=torch.int32) * table.shape[1],
+        table.reshape(-1) if wrapper.pages is None else wrapper.pages[:0],
+        torch.tensor(metadata.seq_lens_host, dtype=torch.int32),
+        shape.num_heads,
+        shape.head_dim,
+        shape.rope_dim,
+        metadata.page_size,
+        not metadata.decode_only,
+        shape.scale,
+        _DTYPE,
+        _DTYPE,
+    )
+
+
+def _plan_gqa(wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
+    size = metadata.page_size
+    page_counts = [-(-length // size) for length in metadata.seq_lens_host]
+    pages = torch.empty(sum(page_counts), dtype=torch.int32, device=metadata.page_table.device)
+    list_pages(metadata.page_table, metadata.seq_lens, size, pages)
+    wrapper.run.plan(
+        _running_sum(metadata.query_lens_host),
+        _running_sum(page_counts),
+        pages,
+        torch.tensor([(length - 1) % size + 1 for length in metadata.seq_lens_host], dtype=torch.int32),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        size,
+        causal=True,
+        sm_scale=shape.scale,
+        q_data_type=_DTYPE,
+        kv_data_type=_DTYPE,
+    )

@@ -54,6 +54,7 @@ def _attention_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_tail: tl.constexpr,
+    least_part: tl.constexpr,
 ):
     """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
 
@@ -106,7 +107,7 @@ def _attention_kernel(
     stop = tl.minimum(seq_len, seq_len - length + (tl.minimum(first + block_m, length * group) - 1) // group + 1)
     start = 0
     if split:
-        each = tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n
+        each = tl.maximum(tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n, least_part)
         start = part * each
         stop = tl.minimum(stop, start + each)
     top = tl.full([block_m], float("-inf"), tl.float32)
@@ -147,7 +148,10 @@ def _attention_kernel(
         lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)
-        tl.store(partial + flat[:, None] * head_dim + dims[None, :], acc, mask=real[:, None] & in_dims[None, :])
+        # A part without tokens says so by its -inf, and its room is never read.
+        tl.store(
+            partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & (start < stop))[:, None] & in_dims[None, :]
+        )
     else:
         result = acc.to(out.dtype.element_ty)
         tl.store(out + flat[:, None] * head_dim + dims[None, :], result, mask=real[:, None] & in_dims[None, :])
@@ -200,6 +204,10 @@ def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
 
 
 MAX_SPLITS = 64
+_LEAST_PART = 256
+"""Fewest tokens of a part, but for the last: shorter rows leave parts empty instead of cutting finer."""
+_LONG_PART = 4096
+"""A full page table is cut into parts of at most so many tokens, lest one long row hold up a batch of short ones."""
 
 
 class TritonAttention:
@@ -216,8 +224,9 @@ class TritonAttention:
         tiles = _tiles(shape, True)
         rows, max_pages = metadata.page_table.shape
         programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
-        longest = triton.cdiv(max_pages * metadata.page_size, tiles.block_n)
-        return TritonPlan(True, max(1, min(2 * self.num_processors // max(programs, 1), longest, MAX_SPLITS)))
+        room = max_pages * metadata.page_size
+        wanted = max(2 * self.num_processors // max(programs, 1), triton.cdiv(room, _LONG_PART))
+        return TritonPlan(True, max(1, min(wanted, triton.cdiv(room, tiles.block_n), MAX_SPLITS)))
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
@@ -291,6 +300,8 @@ class TritonAttention:
             block_n=tiles.block_n,
             block_d=block_d,
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
+            # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
+            least_part=tiles.block_n if blocks * shape.num_kv_heads * splits <= 2 * self.num_processors else _LEAST_PART,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

@@ -35,38 +35,32 @@ def _gate_up_vector_kernel(
     scale_columns,
     fp8: tl.constexpr,
     block_n: tl.constexpr,
-    block_k: tl.constexpr,
+    blocks: tl.constexpr,
 ):
-    """hidden[pair, n] = silu(gate row n . x) * (up row n . x)."""
+    """hidden[pair, n] = silu(gate row n . x) * (up row n . x). Whole rows at once: all loads are in flight together."""
     pair = tl.program_id(1)
     expert = tl.load(slot_ids + pair).to(tl.int64)
     if expert < 0:
         return
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    k = tl.arange(0, block_k)
-    inside = n < inner
-    gate_rows = w13 + expert * (2 * inner * width) + n[:, None] * width + k[None, :]
-    up_rows = gate_rows + inner * width
-    vector = x + (pair // top_k).to(tl.int64) * width
-    gate = tl.zeros([block_n, block_k], tl.float32)
-    up = tl.zeros([block_n, block_k], tl.float32)
-    for start in range(0, width, block_k):
-        mask = inside[:, None] & (start + k < width)[None, :]
-        values = tl.load(vector + start + k, mask=start + k < width, other=0.0).to(tl.float32)
-        gate_tile = tl.load(gate_rows + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        up_tile = tl.load(up_rows + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if fp8:
-            place = scale + expert * scale_expert_stride + start // 128
-            gate_scale = tl.load(place + (tl.program_id(0) * block_n // 128) * scale_columns)
-            up_scale = tl.load(place + ((inner + tl.program_id(0) * block_n) // 128) * scale_columns)
-            gate += gate_tile * (values * gate_scale)[None, :]
-            up += up_tile * (values * up_scale)[None, :]
-        else:
-            gate += gate_tile * values[None, :]
-            up += up_tile * values[None, :]
-    gate_sum = tl.sum(gate, axis=1)
-    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, axis=1)
-    tl.store(hidden + pair.to(tl.int64) * inner + n, result.to(hidden.dtype.element_ty), mask=inside)
+    block = tl.arange(0, blocks)
+    k = (block[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+    mask = (n < inner)[:, None, None] & (k < width)
+    gate_rows = w13 + expert * (2 * inner * width) + n[:, None, None] * width + k
+    gate = tl.load(gate_rows, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(gate_rows + inner * width, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    # Loaded in the weights' own shape, so that no thread waits for another to hand it over.
+    values = tl.load(x + (pair // top_k).to(tl.int64) * width + k + n[:, None, None] * 0, mask=mask, other=0.0).to(tl.float32)
+    gate_sums = tl.sum(gate * values, axis=2)
+    up_sums = tl.sum(up * values, axis=2)
+    if fp8:
+        real = (n < inner)[:, None] & (block * 128 < width)[None, :]
+        scales = scale + expert * scale_expert_stride + block[None, :]
+        gate_sums *= tl.load(scales + (n // 128)[:, None] * scale_columns, mask=real, other=0.0)
+        up_sums *= tl.load(scales + ((inner + n) // 128)[:, None] * scale_columns, mask=real, other=0.0)
+    gate_sum = tl.sum(gate_sums, axis=1)
+    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up_sums, axis=1)
+    tl.store(hidden + pair.to(tl.int64) * inner + n, result.to(hidden.dtype.element_ty), mask=n < inner)
 
 
 @triton.jit
@@ -79,34 +73,37 @@ def _down_vector_kernel(
     out,
     inner,
     width,
+    top_k,
     scale_expert_stride,
     scale_columns,
     fp8: tl.constexpr,
-    top_k: tl.constexpr,
+    places: tl.constexpr,
     block_n: tl.constexpr,
-    block_k: tl.constexpr,
+    blocks: tl.constexpr,
 ):
-    """out[token, n] = sum over places of weight * (row n of the place's expert . hidden[pair])."""
+    """out[token, n] = sum over places of weight * (row n of the place's expert . hidden[pair]), all places at once."""
     token = tl.program_id(1)
-    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    k = tl.arange(0, block_k)
-    inside = n < width
-    acc = tl.zeros([block_n, block_k], tl.float32)
-    for place in tl.static_range(top_k):
-        pair = token * top_k + place
-        expert = tl.load(slot_ids + pair).to(tl.int64)
-        chosen = expert >= 0
-        weight = tl.load(weights + pair, mask=chosen, other=0.0)
-        rows = w2 + expert * (width * inner) + n[:, None] * inner + k[None, :]
-        for start in range(0, inner, block_k):
-            columns = (start + k < inner) & chosen
-            values = tl.load(hidden + pair.to(tl.int64) * inner + start + k, mask=columns, other=0.0).to(tl.float32) * weight
-            tile = tl.load(rows + start, mask=inside[:, None] & columns[None, :], other=0.0, eviction_policy="evict_first")
-            if fp8:
-                block = scale + expert * scale_expert_stride + (tl.program_id(0) * block_n // 128) * scale_columns
-                values = values * tl.load(block + start // 128, mask=chosen, other=0.0)
-            acc += tile.to(tl.float32) * values[None, :]
-    tl.store(out + token.to(tl.int64) * width + n, tl.sum(acc, axis=1).to(out.dtype.element_ty), mask=inside)
+    first = tl.program_id(0) * block_n
+    row = tl.arange(0, places * block_n)
+    place = row // block_n
+    n = first + row % block_n
+    pair = token * top_k + place
+    expert = tl.load(slot_ids + pair, mask=place < top_k, other=-1).to(tl.int64)
+    chosen = (expert >= 0) & (n < width)
+    block = tl.arange(0, blocks)
+    k = (block[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+    mask = chosen[:, None, None] & (k < inner)
+    rows = w2 + (expert * width * inner + n * inner)[:, None, None]
+    tile = tl.load(rows + k, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    values = tl.load(hidden + (pair.to(tl.int64) * inner)[:, None, None] + k, mask=mask, other=0.0).to(tl.float32)
+    sums = tl.sum(tile * values, axis=2)
+    if fp8:
+        scales = scale + (expert * scale_expert_stride + n // 128 * scale_columns)[:, None] + block[None, :]
+        sums *= tl.load(scales, mask=chosen[:, None] & (block * 128 < inner)[None, :], other=0.0)
+    weight = tl.load(weights + pair, mask=chosen, other=0.0)
+    result = tl.sum(tl.reshape(tl.sum(sums, axis=1) * weight, (places, block_n)), axis=0)
+    columns = first + tl.arange(0, block_n)
+    tl.store(out + token.to(tl.int64) * width + columns, result.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
@@ -241,9 +238,9 @@ def _tiled(
     return out
 
 
-def vector_fits(experts: ExpertWeights) -> bool:
-    """FP8 rows of one block must share a scale: I and H multiples of 128. Plain weights always fit."""
-    return experts.w13_scale is None or all(size % FP8_BLOCK == 0 for size in experts.w2.shape[1:])
+def _block_rows(blocks: int, elements: int) -> int:
+    """Rows of `blocks` 128-wide blocks each that make about so many elements."""
+    return max(1, elements // (blocks * FP8_BLOCK))
 
 
 def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
@@ -254,8 +251,8 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     x, slot_ids = x.contiguous(), slot_ids.contiguous()
     s13, s2 = experts.w13_scale, experts.w2_scale
-    fp8 = s13 is not None
-    block_n, block_k = (32, FP8_BLOCK) if fp8 else (8, 512)
+    blocks = triton.next_power_of_2(triton.cdiv(width, FP8_BLOCK))
+    block_n = _block_rows(blocks, 4096)
     _gate_up_vector_kernel[(triton.cdiv(inner, block_n), tokens * top_k)](
         x,
         slot_ids,
@@ -267,12 +264,13 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
         top_k,
         0 if s13 is None else s13.stride(0),
         0 if s13 is None else s13.stride(1),
-        fp8=fp8,
+        fp8=s13 is not None,
         block_n=block_n,
-        block_k=block_k,
-        num_warps=4,
+        blocks=blocks,
+        num_warps=4 if block_n > 1 else 8,
     )
-    block_n, block_k = (16, FP8_BLOCK) if fp8 else (8, 256)
+    blocks, places = triton.next_power_of_2(triton.cdiv(inner, FP8_BLOCK)), triton.next_power_of_2(top_k)
+    block_n = _block_rows(blocks * places, 8192)
     _down_vector_kernel[(triton.cdiv(width, block_n), tokens)](
         hidden,
         slot_ids,
@@ -282,13 +280,14 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
         out,
         inner,
         width,
+        top_k,
         0 if s2 is None else s2.stride(0),
         0 if s2 is None else s2.stride(1),
-        fp8=fp8,
-        top_k=top_k,
+        fp8=s2 is not None,
+        places=places,
         block_n=block_n,
-        block_k=block_k,
-        num_warps=4,
+        blocks=blocks,
+        num_warps=8,
     )
     return out
 
@@ -307,7 +306,7 @@ def experts_tiled(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertW
 
 def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
     """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
-    if 0 < x.shape[0] <= VECTOR_TOKENS and vector_fits(experts):
+    if 0 < x.shape[0] <= VECTOR_TOKENS:
         return experts_vector(x, slot_ids, weights, experts)
     return experts_tiled(x.contiguous(), slot_ids, weights, experts)
 

@@ -33,7 +33,7 @@ def attention(path: str):
         return triton
     from minserve.kernels.flashinfer_attention import FlashInferAttention
 
-    return FlashInferAttention(DEVICE, triton, least_gqa_rows=1, least_mla_rows=1)
+    return FlashInferAttention(DEVICE, triton, least_mla_rows=1)
 
 
 def queries(shape: AttentionShape, tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:

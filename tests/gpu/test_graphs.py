@@ -96,7 +96,7 @@ def test_attention(name: str, rows: int, path: str) -> None:
 
     shape = SHAPES[name]
     if path == "flashinfer":
-        attention = FlashInferAttention(DEVICE, TritonAttention(132), 1, 1)
+        attention = FlashInferAttention(DEVICE, TritonAttention(132), least_mla_rows=1)
         plan_attention, gqa, mla = attention.plan, attention.gqa, attention.mla
     else:
         kernels = stacks.build(path, DEVICE)
@@ -121,7 +121,7 @@ def test_attention(name: str, rows: int, path: str) -> None:
 def test_a_moved_page_table_is_refused() -> None:
     from minserve.kernels.hopper import hopper
 
-    kernels, shape = hopper(DEVICE), SHAPES["qwen3"]
+    kernels, shape = hopper(DEVICE), SHAPES["moonlight"]
     metadata = dataclasses.replace(step([1] * 64, [100] * 64, 64), graph=True)
     kernels.plan_attention(metadata, shape)
     moved = dataclasses.replace(metadata, page_table=metadata.page_table.clone())

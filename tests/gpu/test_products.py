@@ -27,26 +27,39 @@ SIZES = [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 20
 BF16_ERROR = 8e-3
 FP8_ACTIVATION_ERROR = 6e-2
 """What quantising activations costs on random data, against unquantised ones."""
-FP8_ROUNDING = 1.5e-2
+FP8_ROUNDING = 2.5e-2
 """Against a truth that quantises too: the two agree but for values near the middle of two FP8 numbers."""
+
+
+def expert_path(name: str):
+    from minserve.kernels import triton_experts
+
+    if name in ("vector", "tiled"):
+        return {"vector": triton_experts.experts_vector, "tiled": triton_experts.experts_tiled}[name]
+    from minserve.kernels.deep_gemm_products import DeepGemmProducts, Limits
+
+    return DeepGemmProducts(Limits(0, 0, 1 << 30 if name == "masked" else 0)).experts_flat
+
+
+PATHS = [("vector", 1), ("vector", 4), ("tiled", 1), ("tiled", 30), ("tiled", 300), ("masked", 30), ("contiguous", 300)]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4, 30, 300])
-def test_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int], tokens: int) -> None:
+@pytest.mark.parametrize(("path", "tokens"), PATHS)
+def test_experts_equal_the_reference(kind: str, sizes: tuple[int, int, int, int], path: str, tokens: int) -> None:
     experts, hidden, inner, top_k = sizes
-    weights = expert_weights(experts, hidden, inner, kind)
+    weights, function = expert_weights(experts, hidden, inner, kind), expert_path(path)
     x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
     before = x.clone()
-    result = kernels.experts_flat(x, ids, shares, weights)
+    result = function(x, ids, shares, weights)
+    quantises = kind == "fp8" and path in ("masked", "contiguous")
     error = distance(result, expert_truth(x, ids, shares, weights))
-    quantises = kind == "fp8" and kernels.name == "hopper" and tokens > 8
     assert error < (FP8_ACTIVATION_ERROR if quantises else BF16_ERROR)
     if quantises:
         assert distance(result, expert_truth(x, ids, shares, weights, fp8_activations=True)) < FP8_ROUNDING
     assert same_bits(x, before)
-    assert same_bits(result, kernels.experts_flat(x, ids, shares, weights))
+    assert same_bits(result, function(x, ids, shares, weights))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -145,7 +158,7 @@ def test_fp8_linear_equals_the_reference(kernels: Kernels, n: int, k: int, token
         result = kernels.linear(x, LinearWeight(weight, scale), extra)
         wide = None if extra is None else extra.float()
         truth = reference.linear(x.float(), LinearWeight(weight, scale), wide)
-        quantises = kernels.name == "hopper" and tokens > 8 and n % 64 == 0
+        quantises = kernels.name == "hopper" and n % 64 == 0
         assert distance(result, truth) < (FP8_ACTIVATION_ERROR if quantises else BF16_ERROR)
         if quantises:
             assert distance(result, reference.linear(quantised(x), LinearWeight(weight, scale), wide)) < BF16_ERROR
