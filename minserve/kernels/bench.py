@@ -1,4 +1,4 @@
-"""Times the kernels at the sizes of published models: `python -m minserve.kernels.bench [--only TEXT] [--warm]` on a GPU.
+"""Times the kernels at the sizes of published models: `python -m minserve.kernels.bench [--only TEXT ...] [--warm]` on a GPU.
 
 Prints microseconds, achieved GB/s or TFLOP/s and the share of the ceiling; the last line is JSON. Times are of CUDA-graph
 replays over several input sets, so neither launch gaps nor a warm L2 flatter them. Knows no model and no step.
@@ -274,13 +274,13 @@ def all_cases() -> Iterator[Case]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name or path contains this")
+    parser.add_argument("--only", action="append", help="cases whose name or path contains this; may be given several times")
     parser.add_argument("--warm", action="store_true", help="compile every case's kernels and time nothing")
     options = parser.parse_args(arguments)
     results = []
     for case in all_cases():
         label = f"{case.name:40s} {case.path:14s}"
-        if options.only not in label:
+        if options.only and not any(text in label for text in options.only):
             continue
         try:
             if options.warm:
