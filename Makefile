@@ -13,7 +13,7 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test lint setup
+.PHONY: serve test lint map setup
 serve: setup
 	$(BIN)/minserve launch $(FLAGS)
 
@@ -25,6 +25,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# After a file came, went or changed what it is for.
+map: setup
+	$(BIN)/python -m tools.readme_map
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml Makefile
