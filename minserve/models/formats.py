@@ -105,7 +105,7 @@ def formats_from_tensors(tensors: Mapping[str, StoredTensor]) -> Formats:
             quantized[name.removesuffix("_packed")] = "int4_group"
         elif tensor.dtype == "U8" and name.endswith(".weight"):
             quantized[name] = "nvfp4"
-        elif tensor.dtype == "F8_E4M3" and not (name.endswith(".weight_scale") and f"{name}_2" in tensors):
+        elif tensor.dtype == "F8_E4M3" and not name.endswith(".weight_scale"):
             quantized[name] = "fp8_block"
     for name, kind in quantized.items():
         _PROOFS[kind](name, tensors)
