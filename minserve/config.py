@@ -45,6 +45,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 2048
     drain_timeout: float = 30.0
     metrics_prefix: str = "minserve"
+    front_workers: int = 1
+    mock_engine: float | None = None
+    """Tokens a second of each request, without any model; 0 or infinite: as fast as the front takes them."""
 
     # engine
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -82,6 +85,8 @@ _AT_LEAST = {
     "chunked_prefill_size": 1,
     "page_size": 1,
     "max_queued_requests": 1,
+    "front_workers": 1,
+    "mock_engine": 0,
     "max_body_bytes": 1,
     "ep_size": 1,
     "nnodes": 1,

@@ -57,6 +57,8 @@ FLAGS = (
     Flag("max_queued_requests", "requests waiting or running before new ones get 429"),
     Flag("drain_timeout", "seconds that running requests get after SIGTERM"),
     Flag("metrics_prefix", "first word of the metric names; vllm: for ready-made dashboards"),
+    Flag("front_workers", "processes that answer HTTP on the one port; each takes its share of the queue"),
+    Flag("mock_engine", "no model: requests get their prompt's tokens again, X a second each; 0: as fast as the front takes"),
     Flag("device", "where to compute"),
     Flag("stack", "named kernel stack"),
     Flag("max_num_seqs", "requests that run at once", ("max-running-requests",)),

@@ -24,12 +24,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minserve import config as configuration
+from minserve import front_workers
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
 from minserve.server.app import serve
 
 ENGINE_MODULE = "minserve.runtime.engine"
+MOCK_ENGINE_MODULE = "minserve.runtime.mock_engine"
+DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 LISTEN_BACKLOG = 4096
 """Connections that may wait for the front; the kernel caps it at net.core.somaxconn."""
 _ENGINE_LEAVES_WITHIN = 2.0
@@ -38,28 +41,44 @@ _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 _LIBRARY_FOLDERS = ("nvshmem/lib", "nccl/lib")
 """Below the `nvidia` packages: libraries that vendor kernels look for by name only."""
+_COMPILER_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Each compiler's variable, and its folder below --kernel-cache."""
 
 log = logging.getLogger("minserve.launch")
 
 
-def run(config: Config, engine_module: str = ENGINE_MODULE) -> int:
+def run(config: Config, engine_module: str | None = None) -> int:
     """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
     _keep_standard_streams()
     _raise_open_files_limit()
     _leave_on_sigterm()
-    with bind(config.host, config.port) as listener:
+    module = engine_module or (ENGINE_MODULE if config.mock_engine is None else MOCK_ENGINE_MODULE)
+    with contextlib.ExitStack() as opened:
+        listeners = [opened.enter_context(bind(config.host, config.port, shared=config.front_workers > 1))]
+        for _ in range(1, config.front_workers):
+            listeners.append(opened.enter_context(_bind_beside(listeners[0])))
         configuration.model_directory(config)
-        with _engine(config, engine_module) as (engine, connection):
-            log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listener))
-            code = asyncio.run(serve(config, [connection], listener))
+        with _engine(config, module) as (engine, connections):
+            log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listeners[0]))
+            if config.front_workers == 1:
+                code = asyncio.run(serve(config, connections, listeners[0]))
+            else:
+                code = front_workers.run(config, connections, listeners)
             _leave_on_sigterm()  # serve drained on signals and has given them back
             if code == ExitCode.RANK_DIED:
                 log.error("%s", _cause_of_death(engine))
     return code
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises EnvironmentFault with what to do when the address cannot be had."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; with `shared` others of this user may be bound beside it.
+
+    Raises EnvironmentFault with what to do when the address cannot be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -68,10 +87,26 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        if shared:  # only now: a port that another server has must still be found busy
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
         raise EnvironmentFault(_bind_sentence(host, port, error)) from error
+    return listener
+
+
+def _bind_beside(first: socket.socket) -> socket.socket:
+    """Another listening socket on the same address: the kernel spreads connections over both."""
+    listener = socket.socket(first.family, first.type, first.proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(first.getsockname())
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EnvironmentFault(f"--front-workers needs several sockets on one port: {error.strerror}") from error
     return listener
 
 
@@ -91,25 +126,31 @@ def _bind_sentence(host: str, port: int, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """The engine process of rank 0 and the front's end of its socket. On leaving, the engine is gone."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            env=_engine_environment(theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            preexec_fn=functools.partial(_die_with, os.getpid()),
-            process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
-        )
-    try:
-        with ours:
+def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[bytes], list[socket.socket]]]:
+    """The engine process of rank 0 and the front's ends of its sockets, one a worker. On leaving, the engine is gone."""
+    with contextlib.ExitStack() as ours:
+        connections: list[socket.socket] = []
+        with contextlib.ExitStack() as theirs:
+            descriptors: list[int] = []
+            for _ in range(config.front_workers):
+                near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                connections.append(ours.enter_context(near))
+                descriptors.append(theirs.enter_context(far).fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                env=engine_environment(config) | {DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors))},
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=functools.partial(_die_with, os.getpid()),
+                process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
+            )
+        try:
             with contextlib.suppress(OSError):  # an engine that is dead already is told by EOF
-                ours.sendall(frame(configuration.encode(config)))
-            yield process, ours
-    finally:
-        _end(process)
+                connections[0].sendall(frame(configuration.encode(config)))
+            yield process, connections
+        finally:
+            ours.close()
+            _end(process)
 
 
 def _die_with(front: int) -> None:
@@ -145,10 +186,9 @@ def _cause_of_death(process: subprocess.Popen[bytes]) -> str:
     return f"engine 0 (pid {process.pid}) was killed by {name}{hint}"
 
 
-def _engine_environment(descriptor: int) -> dict[str, str]:
+def engine_environment(config: Config) -> dict[str, str]:
     """The engine's variables. Library paths must be there before exec: the dynamic linker reads them once."""
-    environment = dict(os.environ)
-    environment["MINSERVE_ENGINE_FD"] = str(descriptor)
+    environment = kernel_cache_variables(config) | dict(os.environ)  # what the person has set stays
     # -P keeps the working directory, where anything may lie, out of the engine's imports; the package itself stays found.
     ours = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
@@ -156,6 +196,13 @@ def _engine_environment(descriptor: int) -> dict[str, str]:
     if folders:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
     return environment
+
+
+def kernel_cache_variables(config: Config) -> dict[str, str]:
+    """Where the kernel compilers keep their results: one folder, so that a second start compiles nothing."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(config.kernel_cache).expanduser().absolute() if config.kernel_cache else caches / "minserve" / "kernels"
+    return {variable: str(folder / name) for variable, name in _COMPILER_CACHES.items()}
 
 
 def vendor_library_folders() -> list[str]:

@@ -131,7 +131,12 @@ class FrameError(ValueError):
 
 def encode_frame(message: ToEngine | ToFront) -> bytes:
     """One message as bytes ready to send: a little-endian uint32 length, then msgpack."""
-    return frame(_encoder.encode(message))
+    return frame(encode_body(message))
+
+
+def encode_body(message: ToEngine | ToFront) -> bytes:
+    """One message as msgpack, without its length."""
+    return _encoder.encode(message)
 
 
 def frame(body: bytes) -> bytes:

@@ -18,10 +18,22 @@ import threading
 from minserve.config import Config
 from minserve.config import decode as decode_config
 from minserve.errors import ExitCode
-from minserve.messages import FrameReader, ToEngine, ToFront, decode_to_engine, encode_frame
+from minserve.messages import (
+    FrameReader,
+    Reply,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    encode_body,
+    encode_frame,
+)
+from minserve.request import TokenOutput
 
 DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 _RECEIVE_BYTES = 1 << 20
+_SHUTDOWN = encode_body(Shutdown())
 _PR_SET_PDEATHSIG = 1
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a dead peer shows as POLLHUP alone
 
@@ -31,24 +43,41 @@ class FrontGone(Exception):
 
 
 class FrontConnection:
-    """A stream of frames. Sending blocks while the front does not read: its backpressure is this engine's."""
+    """A stream of frames. Sending blocks while the front does not read: its backpressure is this engine's.
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(True)
-        self._socket = connection
-        self._frames = FrameReader()
-        self._bodies: collections.deque[bytes] = collections.deque()
+    A front of several workers has as many sockets; worker `w` of `n` uses only ids that leave the rest `w` when divided by `n`,
+    which tells whose an answer is. The loop sees one front: the workers' messages are merged, and it is told to leave when all
+    have said so.
+    """
+
+    def __init__(self, *connections: socket.socket) -> None:
         self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
+        for connection in connections:
+            connection.setblocking(True)
+            self._readable.register(connection, select.POLLIN)
+        self._workers: list[socket.socket | None] = list(connections)
+        """None: the worker was told to leave and is done."""
+        self._frames = [FrameReader() for _ in connections]
+        self._bodies: collections.deque[bytes] = collections.deque()
         self._leaving = threading.Event()
 
     @classmethod
-    def inherited(cls) -> FrontConnection:
-        """The socket whose number the environment tells. Raises KeyError or OSError when there is none."""
-        return cls(socket.socket(fileno=int(os.environ[DESCRIPTOR_VARIABLE])))
+    def inherited(cls, send_buffer: int | None = None) -> FrontConnection:
+        """The sockets whose numbers the environment tells. Raises KeyError or OSError when there is none.
+
+        `send_buffer`: bytes that may wait in each for the front; by default the system's choice.
+        """
+        connections = [socket.socket(fileno=int(number)) for number in os.environ[DESCRIPTOR_VARIABLE].split(",")]
+        if send_buffer is not None:
+            for connection in connections:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        return cls(*connections)
 
     def receive_config(self) -> Config:
-        """The first frame. Waits for it; raises FrontGone."""
+        """The first frame of the first worker; the others send none before they hear that the engine is ready. Waits for it.
+
+        Raises FrontGone.
+        """
         while not self._bodies:
             self._fill(None)
         return decode_config(self._bodies.popleft())
@@ -62,21 +91,54 @@ class FrontConnection:
         return messages
 
     def _fill(self, timeout: float | None) -> None:
-        """One read, whatever it brings: a long frame comes in several."""
-        if not self._readable.poll(None if timeout is None else timeout * 1000):
-            return
+        """One read of each worker that has something, whatever it brings: a long frame comes in several."""
+        for descriptor, _ in self._readable.poll(None if timeout is None else timeout * 1000):
+            for number, connection in enumerate(self._workers):
+                if connection is not None and connection.fileno() == descriptor:
+                    self._read(number, connection)
+
+    def _read(self, number: int, connection: socket.socket) -> None:
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
+            data = connection.recv(_RECEIVE_BYTES)
         except ConnectionError as error:
             raise FrontGone from error
         if not data:
             raise FrontGone
-        self._bodies.extend(self._frames.feed(data))
+        bodies = self._frames[number].feed(data)
+        if bodies and self._num_workers > 1 and bodies[-1] == _SHUTDOWN:
+            bodies.pop()
+            self._readable.unregister(connection)
+            self._workers[number] = None
+            connection.shutdown(socket.SHUT_RDWR)  # closing alone would say nothing while the watcher holds it
+            connection.close()
+        self._bodies.extend(bodies)
+
+    @property
+    def _num_workers(self) -> int:
+        return sum(connection is not None for connection in self._workers)
 
     def send(self, message: ToFront) -> None:
-        """Raises FrontGone."""
+        """To the workers whom it concerns. Raises FrontGone."""
+        if len(self._workers) == 1:
+            self._send(0, message)
+        elif isinstance(message, StepOutputs) and message.outputs:
+            by_worker: dict[int, list[TokenOutput]] = {}
+            for output in message.outputs:
+                by_worker.setdefault(output.request_id % len(self._workers), []).append(output)
+            for number, outputs in by_worker.items():
+                self._send(number, StepOutputs(outputs, message.stats))
+        elif isinstance(message, Reply):
+            self._send(message.call_id % len(self._workers), message)
+        else:
+            for number in range(len(self._workers)):
+                self._send(number, message)
+
+    def _send(self, number: int, message: ToFront) -> None:
+        connection = self._workers[number]
+        if connection is None:
+            return
         try:
-            self._socket.sendall(encode_frame(message))
+            connection.sendall(encode_frame(message))
         except OSError as error:
             raise FrontGone from error
 
@@ -85,13 +147,17 @@ class FrontConnection:
         if sys.platform == "linux":
             with contextlib.suppress(OSError, AttributeError):  # the socket tells it as well
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        threading.Thread(target=self._watch, name="front-watch", daemon=True).start()
+        for number in range(len(self._workers)):
+            threading.Thread(target=self._watch, args=(number,), name="front-watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, number: int) -> None:
+        connection = self._workers[number]
+        if connection is None:
+            return
         hang_up = select.poll()
-        hang_up.register(self._socket, _POLLRDHUP)
+        hang_up.register(connection, _POLLRDHUP)
         hang_up.poll()
-        if not self._leaving.is_set():
+        if not self._leaving.is_set() and self._workers[number] is not None:
             os._exit(ExitCode.RANK_DIED)
 
     def leave_alone(self) -> None:
@@ -99,4 +165,6 @@ class FrontConnection:
         self._leaving.set()
 
     def close(self) -> None:
-        self._socket.close()
+        for connection in self._workers:
+            if connection is not None:
+                connection.close()

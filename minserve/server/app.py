@@ -31,14 +31,15 @@ _ENGINES_LEAVE_WITHIN = 5.0
 _CONNECTIONS_CLOSE_WITHIN = 1.0
 
 
-async def serve(config: Config, engine_sockets: list[socket.socket], listen_socket: socket.socket) -> ExitCode:
+async def serve(config: Config, engine_sockets: list[socket.socket], listen_socket: socket.socket, worker: int = 0) -> ExitCode:
     """Serve until a signal or a death; the code that the process is to leave with. Both kinds of socket are closed after.
 
     From the first moment on HTTP is answered, with 503 while engines and tokenizer load. SIGTERM and SIGINT drain: new requests
     get 503, those under way have `drain_timeout` seconds, then the engines are told to leave; a second signal leaves at once.
-    Raises CheckpointError or UsageError when the tokenizer cannot be loaded.
+    `worker` is this process's number among `config.front_workers` on one port. Raises CheckpointError or UsageError when the
+    tokenizer cannot be loaded.
     """
-    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests))
+    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests, worker, config.front_workers))
     slow_readers = SlowReaders()
     url = _url(config.host, listen_socket.getsockname()[1])
     try:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from minserve.errors import ExitCode
@@ -42,7 +42,13 @@ class Death:
 class EngineClient(asyncio.Protocol):
     """One engine, as the front sees it. All methods belong to the event loop's thread."""
 
-    def __init__(self, rank: int, on_outputs: Callable[[StepOutputs], None], on_death: Callable[[Death], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        on_outputs: Callable[[StepOutputs], None],
+        on_death: Callable[[Death], None],
+        call_ids: Iterator[int],
+    ) -> None:
         self.rank = rank
         self.starting: Starting | None = None
         self.ready: Ready | None = None
@@ -55,7 +61,7 @@ class EngineClient(asyncio.Protocol):
         self._on_death = on_death
         self._frames = FrameReader()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._next_call_id = 0
+        self._call_ids = call_ids
         self._transport: asyncio.Transport | None = None
         self._told_to_leave = False
         self._dead = False
@@ -72,8 +78,7 @@ class EngineClient(asyncio.Protocol):
 
     async def call(self, method: str, arguments: dict[str, Any] | None = None) -> Any:
         """The engine's answer. Raises ApiError when it refuses (400), is gone (503) or does not answer in time (504)."""
-        call_id = self._next_call_id
-        self._next_call_id += 1
+        call_id = next(self._call_ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         if self._dead:
             raise ApiError(503, "the engine has ended")

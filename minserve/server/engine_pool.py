@@ -27,16 +27,23 @@ class _Live(NamedTuple):
 
 
 class EnginePool:
-    """The engines of this front. Requests are live from `submit` until their last output, `finish` or `abort`."""
+    """The engines of this front. Requests are live from `submit` until their last output, `finish` or `abort`.
 
-    def __init__(self, num_engines: int, max_queued_requests: int) -> None:
-        self.engines = [EngineClient(rank, self._on_outputs, self._on_death) for rank in range(num_engines)]
+    Of several workers each admits its share, and takes ids that leave its number as the rest when divided by `num_workers`.
+    """
+
+    def __init__(self, num_engines: int, max_queued_requests: int, worker: int = 0, num_workers: int = 1) -> None:
+        def client(rank: int) -> EngineClient:
+            return EngineClient(rank, self._on_outputs, self._on_death, itertools.count(worker, num_workers))
+
+        self.engines = [client(rank) for rank in range(num_engines)]
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
         """Done when an engine ended that was not told to."""
         self._balancer = Balancer(num_engines)
-        self._max_queued = max_queued_requests
+        self._num_workers = num_workers
+        self._max_queued = max(1, max_queued_requests // num_workers)
         self._live: dict[int, _Live] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(worker + num_workers, num_workers)
         self._capacity = 0
         self._last_token_at = time.monotonic()
         self._idle = asyncio.Event()
@@ -49,7 +56,7 @@ class EnginePool:
         for engine in self.engines:
             await engine.became_ready.wait()
         facts = [engine.ready for engine in self.engines if engine.ready is not None]
-        self._capacity = sum(ready.max_num_seqs for ready in facts)
+        self._capacity = sum(ready.max_num_seqs for ready in facts) // self._num_workers
         return facts
 
     @property

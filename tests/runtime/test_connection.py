@@ -5,12 +5,27 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from minserve import config as configuration
 from minserve.config import Config
-from minserve.messages import AbortRequests, FrameError, Shutdown, StepOutputs, StepStats, encode_frame, frame
+from minserve.messages import (
+    AbortRequests,
+    FrameError,
+    FrameReader,
+    Reply,
+    Shutdown,
+    Starting,
+    StepOutputs,
+    StepStats,
+    ToFront,
+    decode_to_front,
+    encode_frame,
+    frame,
+)
+from minserve.request import TokenOutput
 from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
 
 
@@ -77,3 +92,58 @@ def test_the_socket_is_inherited_by_number(monkeypatch):
     assert ours.recv(100)
     connection.close()
     ours.close()
+
+
+@pytest.fixture
+def two_workers() -> Iterator[tuple[list[socket.socket], FrontConnection]]:
+    pairs = [socket.socketpair() for _ in range(2)]
+    connection = FrontConnection(*(theirs for _, theirs in pairs))
+    yield [ours for ours, _ in pairs], connection
+    for ours, _ in pairs:
+        ours.close()
+    connection.close()
+
+
+def heard(worker: socket.socket) -> list[ToFront]:
+    """What has arrived at a worker by now."""
+    worker.settimeout(0.05)
+    try:
+        return [decode_to_front(body) for body in FrameReader().feed(worker.recv(1 << 20))]
+    except TimeoutError:
+        return []
+
+
+def test_workers_of_one_front_hear_what_is_theirs(two_workers: tuple[list[socket.socket], FrontConnection]) -> None:
+    workers, connection = two_workers
+    workers[1].sendall(encode_frame(AbortRequests([3])))
+    workers[0].sendall(encode_frame(AbortRequests([2])))
+    assert connection.receive(1.0) == [AbortRequests([2]), AbortRequests([3])]
+    outputs = [TokenOutput(request_id=number, token_ids=(number,)) for number in (2, 3, 5)]
+    connection.send(StepOutputs(outputs, StepStats(steps=1)))
+    assert [heard(worker) for worker in workers] == [
+        [StepOutputs(outputs[:1], StepStats(steps=1))],
+        [StepOutputs(outputs[1:], StepStats(steps=1))],
+    ]
+    connection.send(StepOutputs(outputs[:1], StepStats()))
+    connection.send(Reply(7, "yes"))
+    assert [heard(worker) for worker in workers] == [[StepOutputs(outputs[:1], StepStats())], [Reply(7, "yes")]]
+    connection.send(Starting("load", 0.5))
+    assert [heard(worker) for worker in workers] == [[Starting("load", 0.5)]] * 2
+
+
+def test_the_engine_leaves_when_all_workers_have_said_so(two_workers: tuple[list[socket.socket], FrontConnection]) -> None:
+    workers, connection = two_workers
+    workers[0].sendall(encode_frame(AbortRequests([2])) + encode_frame(Shutdown()))
+    assert connection.receive(1.0) == [AbortRequests([2])]
+    assert workers[0].recv(1) == b"", "a worker that is done is let go at once"
+    connection.send(StepOutputs([TokenOutput(request_id=3)], StepStats()))
+    assert len(heard(workers[1])) == 1
+    workers[1].sendall(encode_frame(Shutdown()))
+    assert connection.receive(1.0) == [Shutdown()]
+
+
+def test_the_death_of_one_worker_is_the_death_of_the_front(two_workers: tuple[list[socket.socket], FrontConnection]) -> None:
+    workers, connection = two_workers
+    workers[1].close()
+    with pytest.raises(FrontGone):
+        connection.receive(1.0)

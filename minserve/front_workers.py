@@ -1,0 +1,135 @@
+"""Several fronts on one port: a process each, started together and ending together.
+
+Knows processes, signals and exit codes; nothing of HTTP or engines beyond the sockets that it hands out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import types
+from multiprocessing import connection as waiting
+from multiprocessing.context import ForkProcess
+
+from minserve.config import Config
+from minserve.errors import ExitCode, ServerError
+from minserve.server.app import serve
+
+_LEAVE_WITHIN = 5.0
+"""Seconds that workers get, once one has failed, before they are killed."""
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("minserve.launch")
+
+
+class _Group:
+    """The workers. Signals that this process gets are passed on to all of them."""
+
+    def __init__(self) -> None:
+        self.workers: list[ForkProcess] = []
+        self.first_signal: int | None = None
+
+    def pass_on(self, number: int, _frame: types.FrameType | None = None) -> None:
+        self.first_signal = self.first_signal or number
+        for worker in self.workers:
+            if worker.pid is not None and worker.exitcode is None:
+                os.kill(worker.pid, number)
+
+
+def run(config: Config, connections: list[socket.socket], listeners: list[socket.socket]) -> ExitCode:
+    """One worker for each engine connection and its listener; they are closed here. The exit code of them all.
+
+    Whatever ends one worker ends the others: a failure at once, anything else after their drain.
+    """
+    group = _Group()
+    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        context = multiprocessing.get_context("fork")
+        for number in range(len(connections)):
+            worker = context.Process(target=_work, args=(number, config, connections, listeners, os.getpid()), daemon=True)
+            worker.start()
+            group.workers.append(worker)
+            if group.first_signal is not None:  # it came before this worker was known
+                group.pass_on(group.first_signal)
+        for opened in (*connections, *listeners):
+            opened.close()
+        return _wait(group)
+    finally:
+        for worker in group.workers:
+            worker.kill()
+            worker.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(group: _Group) -> ExitCode:
+    """Returns once every worker has ended."""
+    code: ExitCode | None = None
+    deadline: float | None = None
+    while running := [worker for worker in group.workers if worker.exitcode is None]:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = waiting.wait([worker.sentinel for worker in running], left)
+        if not ended and left is not None:
+            return code or ExitCode.INTERNAL
+        for number, worker in enumerate(group.workers):
+            if worker.sentinel not in ended:
+                continue
+            worker.join()
+            code = _worse(code, _exit_code(worker, number))
+        if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and deadline is None:
+            deadline = time.monotonic() + _LEAVE_WITHIN
+        if group.first_signal is None:
+            group.pass_on(signal.SIGTERM)
+    return code or ExitCode.OK
+
+
+def _exit_code(worker: ForkProcess, number: int) -> ExitCode:
+    ended = worker.exitcode or 0
+    if ended < 0:
+        log.error("front worker %d (pid %s) was killed by %s", number, worker.pid, signal.Signals(-ended).name)
+        return ExitCode.RANK_DIED
+    try:
+        return ExitCode(ended)
+    except ValueError:
+        return ExitCode.INTERNAL
+
+
+def _worse(known: ExitCode | None, new: ExitCode) -> ExitCode:
+    """The first failure stays: those after it follow from it."""
+    return new if known in (None, ExitCode.OK, ExitCode.INTERRUPTED) else known
+
+
+def _work(number: int, config: Config, connections: list[socket.socket], listeners: list[socket.socket], supervisor: int) -> None:
+    """A worker's whole life."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(ExitCode.RANK_DIED)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the supervisor alone, which passes it on
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for other in range(len(connections)):
+        if other != number:  # else nobody would see the end of a worker by its sockets
+            connections[other].close()
+            listeners[other].close()
+    if number > 0:  # what all of them would say is said once
+        logging.getLogger("minserve").setLevel(logging.WARNING)
+    try:
+        code = asyncio.run(serve(config, [connections[number]], listeners[number], worker=number))
+    except ServerError as error:
+        sys.stderr.write(f"minserve: error: {error}\n")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+    sys.exit(code)
+
+
+def _leave(_number: int, _frame: types.FrameType | None) -> None:
+    raise SystemExit(ExitCode.OK)

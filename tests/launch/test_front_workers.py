@@ -1,0 +1,118 @@
+"""Several fronts on one port before one engine: they share the work, drain together, and die together."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from server_process import ServerProcess, serving
+
+from minserve import launch
+from minserve.errors import EnvironmentFault
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving("--mock-engine", "200", "--front-workers", "3", log=tmp_path / "server.log") as running:
+        yield running
+
+
+def workers(server: ServerProcess) -> list[psutil.Process]:
+    """The front workers: children that run the same command as their parent."""
+    parent = psutil.Process(server.process.pid)
+    return [child for child in parent.children() if child.cmdline() == parent.cmdline()]
+
+
+def all_ready(server: ServerProcess) -> None:
+    """The kernel chooses the worker of each connection: ask often enough to have met all."""
+    deadline = time.monotonic() + 30
+    while not all(server.status("/ready") == 200 for _ in range(20)):
+        assert time.monotonic() < deadline
+
+
+def gone(processes: list[psutil.Process], within: float) -> bool:
+    return not psutil.wait_procs(processes, within)[1]
+
+
+def stream(server: ServerProcess, max_tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "1 + 2 = ", "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline().startswith(b"data: ")
+    return connection, response
+
+
+def test_answers_of_all_workers_are_whole_and_a_signal_drains_them(server: ServerProcess) -> None:
+    all_ready(server)
+    assert len(workers(server)) == 3
+    engine = [child for child in psutil.Process(server.process.pid).children() if child not in workers(server)]
+    assert len(engine) == 1
+
+    def ask(number: int) -> tuple[int, int]:
+        body = {"prompt": f"{number} + 2 = ", "max_tokens": 5 + number % 3}
+        status, answer = server.request("POST", "/v1/completions", body)
+        return status, answer["usage"]["completion_tokens"]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(60))) == [(200, 5 + number % 3) for number in range(60)]
+    streams = [stream(server, 100) for _ in range(8)]
+    processes = workers(server) + engine
+    server.process.send_signal(signal.SIGTERM)
+    for connection, response in streams:
+        rest = response.read()
+        connection.close()
+        assert b'"completion_tokens":100' in rest
+        assert rest.endswith(b"data: [DONE]\n\n"), "a request under way is not cut off by a drain"
+    assert server.process.wait(15) == 0
+    assert gone(processes, 0.5)
+    assert "Traceback" not in server.log
+    assert server.log.count("minserve.server: ready: ") == 1, "what all workers would say is said once"
+
+
+def test_a_worker_that_is_killed_takes_all_along(server: ServerProcess) -> None:
+    all_ready(server)
+    processes = psutil.Process(server.process.pid).children()
+    connection, response = stream(server, 5000)
+    victim = workers(server)[1]
+    victim.kill()
+    assert server.process.wait(10) == 6
+    assert gone(processes, 1.0)
+    assert f"front worker 1 (pid {victim.pid}) was killed by SIGKILL" in server.log
+    assert b"[DONE]" not in read_what_is_left(response)
+    connection.close()
+
+
+def read_what_is_left(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read()
+    except (http.client.IncompleteRead, ConnectionError) as error:
+        return getattr(error, "partial", b"")
+
+
+def test_an_interrupt_is_130_and_a_killed_supervisor_leaves_nobody(server: ServerProcess, tmp_path: Path) -> None:
+    all_ready(server)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(15) == 130
+    with serving("--mock-engine", "0", "--front-workers", "2", log=tmp_path / "second.log") as second:
+        processes = psutil.Process(second.process.pid).children()
+        second.process.kill()
+        assert gone(processes, 5.0)
+
+
+def test_a_shared_port_is_busy_for_another_server() -> None:
+    with launch.bind("127.0.0.1", 0, shared=True) as first:
+        with launch._bind_beside(first) as second:
+            assert second.getsockname() == first.getsockname()
+        with pytest.raises(EnvironmentFault, match="in use"):
+            launch.bind("127.0.0.1", first.getsockname()[1], shared=True)
+        with pytest.raises(EnvironmentFault, match="in use"):
+            launch.bind("127.0.0.1", first.getsockname()[1])
