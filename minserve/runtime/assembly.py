@@ -8,22 +8,27 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minserve.config import Config, model_directory, printable
-from minserve.errors import DoesNotFit, EnvironmentFault
+from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
 from minserve.kernels import stacks
 from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
+from minserve.models.decoder import Decoder
+from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
-from minserve.runtime import device_memory, kv_cache
+from minserve.runtime import canary, device_memory, kv_cache, self_check
+from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits, Scheduler
@@ -64,15 +69,18 @@ def assemble(config: Config, timeline: Timeline) -> Parts:
     directory = model_directory(config)
     model_config = load_model_config(directory)
     backend = choose_backend(config, model_config)
-    model, report = _load(config, directory, model_config, backend, timeline)
+    model, report = load(config, directory, model_config, backend, timeline)
 
     timeline.begin("kv cache")
-    size = _plan_cache(config, model, backend)
+    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device))
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
-    info = _describe(config, model_config, backend, size, report)
+    graphs = capture(config, runner, timeline)
+    checked = prove(config, model, runner, backend.kv_dtype, timeline)
+    info = _describe(config, model, backend, size, report) | graphs | {"self_check": checked}
+    info["effective"]["self check"] = checked["verdict"]
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
     return Parts(model_config=model_config, kv_plan=size, limits=limits, scheduler=Scheduler(limits), runner=runner, info=info)
 
@@ -90,16 +98,73 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
     return Backend(device, dtype, kv_dtype, stacks.build(choice.name, device), choice.reason)
 
 
-def _load(
+def graph_sizes(config: Config, device: torch.device) -> tuple[int, ...]:
+    """The batch sizes that will be captured; none without graphs."""
+    if device.type != "cuda" or config.enforce_eager:
+        return ()
+    return capture_sizes(config.max_num_seqs, config.cuda_graph_bs)
+
+
+def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str, Any]:
+    """Capture the decode steps and hand them to the runner; for /server_info: sizes and memory."""
+    sizes = graph_sizes(config, runner.device)
+    if not sizes:
+        if config.enforce_eager:
+            runner.eager_reason = "--enforce-eager"
+        return {"captured_batch_sizes": [], "graph_memory_bytes": {}}
+    timeline.begin("graphs")
+    graphs = DecodeGraphs(runner.prepare_padding, sizes, CudaRecorder(runner.device), runner.kernels.forget_graphs)
+    graphs.capture(timeline.progress)
+    runner.use_graphs(graphs)
+    memory = {str(batch): graphs.memory_bytes[batch] for batch in sizes}
+    parts = ", ".join(f"{batch}: {gigabytes(count)}" for batch, count in memory.items())
+    log.info("decode graphs take %s (by batch size, the largest captured first: %s)", gigabytes(sum(memory.values())), parts)
+    return {"captured_batch_sizes": list(sizes), "graph_memory_bytes": memory}
+
+
+def prove(config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.dtype, timeline: Timeline) -> dict[str, Any]:
+    """The self-check of --self-check, for /server_info. Raises SelfCheckFailed."""
+    if runner.device.type == "cpu":
+        return {"verdict": "no graphs on a CPU"}
+    if config.self_check == "off":
+        log.warning("--self-check off: graphs and kernels are not proven")
+        return {"verdict": "off (--self-check off)"}
+    timeline.begin("self check")
+    began = time.monotonic()
+    errors = canary.check_layers(model, runner.kernels, kv_dtype, config.page_size)
+    proven = self_check.check_graphs(runner, config.self_check, timeline.progress)
+    verdict = {
+        "verdict": "passed" if runner.graphs is not None else f"passed for the kernels; no graphs ({runner.eager_reason})",
+        "level": config.self_check,
+        "comparisons": proven.comparisons,
+        "streams_at_replay": {str(batch): count for batch, count in proven.streams.items()},
+        "layer_errors": errors,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    log.info("self-check: %s", verdict)
+    return verdict
+
+
+def load(
     config: Config, directory: Path, model_config: ModelConfig, backend: Backend, timeline: Timeline
-) -> tuple[Model, LoadReport]:
+) -> tuple[Decoder, LoadReport]:
+    """The model with its weights, of the checkpoint or random ones."""
     timeline.begin("checkpoint")
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(directory)
     formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
     timeline.begin("build")
+    policy, lanes = shared_expert_policy(config, model_config, backend.device)
     with kv_cache.refusal_of_memory("the model's weights"):
-        model = build_model(model_config, formats, backend.kernels, backend.dtype, backend.device)
+        model = build_model(
+            model_config,
+            formats,
+            backend.kernels,
+            backend.dtype,
+            backend.device,
+            shared_expert=policy,
+            lanes=lanes,
+        )
     timeline.begin("load")
     if checkpoint is None:
         report = dummy_weights(model, config.seed)
@@ -111,11 +176,26 @@ def _load(
     return model, report
 
 
-def _plan_cache(config: Config, model: Model, backend: Backend) -> KVPlan:
+def shared_expert_policy(
+    config: Config, model_config: ModelConfig, device: torch.device
+) -> tuple[SharedExpertPolicy, Lanes | None]:
+    """How captured steps run the shared expert. "auto" overlaps wherever there is something to overlap; eager steps, and a
+    model without a shared expert, are serial. Raises UsageError for "fused"."""
+    if config.shared_expert == "fused":
+        raise UsageError(
+            "--shared-expert fused: the routed kernels here have no slot for the shared expert; use overlap, serial or auto"
+        )
+    shared = model_config.moe is not None and model_config.moe.shared_intermediate_size > 0
+    if config.shared_expert == "serial" or not shared or not graph_sizes(config, device):
+        return "serial", None
+    return "overlap", CudaLanes(device)
+
+
+def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int]) -> KVPlan:
     per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
     max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
-        memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device)
+        memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes)
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
         return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
     memory, name = _host_memory(config)
@@ -146,13 +226,13 @@ def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_mo
     )
 
 
-def _describe(config: Config, model_config: ModelConfig, backend: Backend, size: KVPlan, report: LoadReport) -> dict[str, Any]:
+def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport) -> dict[str, Any]:
     name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
     cache = f"{size.num_pages} pages of {size.page_size} tokens, {gigabytes(size.num_bytes)} (by {size.limited_by})"
     return {
         "config": printable(config),
         "effective": {
-            "architecture": model_config.architecture,
+            "architecture": model.config.architecture,
             "device": f"{backend.device} ({name}, torch {torch.__version__})",
             "stack": f"{backend.kernels.name} ({backend.stack_reason})",
             "dtype": str(backend.dtype).removeprefix("torch."),
@@ -162,6 +242,8 @@ def _describe(config: Config, model_config: ModelConfig, backend: Backend, size:
             "max num seqs": config.max_num_seqs,
             "chunked prefill": config.chunked_prefill_size,
             "prefix cache": "on" if config.enable_prefix_caching else "off",
+            "decode graphs": " ".join(map(str, graph_sizes(config, backend.device))) or "none",
+            "shared expert": model.shared_expert,
         },
         "memory": {
             "weights_bytes": report.bytes_written,
@@ -169,7 +251,6 @@ def _describe(config: Config, model_config: ModelConfig, backend: Backend, size:
             "kv_page_bytes": size.page_bytes,
             "kv_pages": size.num_pages,
         },
-        "captured_batch_sizes": [],
         "load_report": str(report),
         "pid": os.getpid(),
     }

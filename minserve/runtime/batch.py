@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata
 from minserve.runtime.page_allocator import DUMMY_PAGE
-from minserve.runtime.step import ScheduledStep
+from minserve.runtime.step import ScheduledRow, ScheduledStep
 
 _ALIGNMENT = 32
 """Elements to which each part of a buffer is aligned: 128 bytes and more, for kernels that load vectors."""
@@ -120,6 +120,13 @@ class BatchBuilder:
         self._device_long = torch.zeros(sizes[0], dtype=torch.int64, device=device)
         self._device_short = torch.zeros(sizes[1], dtype=torch.int32, device=device)
 
+    def padding(self, rows: int, seq_len: int = 1) -> ScheduledStep:
+        """A decode step of the scratch slot alone: what a graph is warmed up and recorded with. Reads and writes page 0 only."""
+        row = ScheduledRow(
+            request_id=0, slot=self._scratch_slot, start=seq_len - 1, num_tokens=1, write_from=seq_len, samples=True
+        )
+        return ScheduledStep(number=0, rows=(row,) * rows, num_decode_rows=rows, num_tokens=rows)
+
     def stage(self, step: ScheduledStep, padded_rows: int | None = None) -> StagedBatch:
         """Lay a step out on the host. `padded_rows` fills a step of decode rows alone up to that many rows."""
         rows = step.rows
@@ -200,6 +207,7 @@ class BatchBuilder:
             page_size=self.page_size,
             query_lens_host=staged.query_lens,
             seq_lens_host=staged.seq_lens,
+            graph=staged.padded,
         )
         return Batch(
             step_kind=staged.step_kind,

@@ -1,20 +1,31 @@
-"""How much GPU memory the KV cache may take: what the whole process may use, less weights, buffers and a trial step's peak."""
+"""How much GPU memory the KV cache may take: what the whole process may use, less weights, buffers, a trial step's peak and
+the graphs, measured by a trial capture."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
 
 import torch
 
 from minserve.config import Config
 from minserve.kernels.interface import Kernels, kv_page_shape
+from minserve.models.load_report import gigabytes
 from minserve.models.model import Model
 from minserve.request import SamplingParams
+from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
+log = logging.getLogger("minserve.runtime")
 
-def left_for_cache(config: Config, model: Model, kernels: Kernels, kv_dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes, possibly negative. Runs the largest step on a cache of the dummy page alone to see what a step takes."""
+
+def left_for_cache(
+    config: Config, model: Model, kernels: Kernels, kv_dtype: torch.dtype, device: torch.device, graph_sizes: Sequence[int]
+) -> int:
+    """Bytes, possibly negative. Runs the largest step on a cache of the dummy page alone to see what a step takes, and captures
+    the largest of `graph_sizes` there to see what all will take; without sizes there are no graphs."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     limits = trial_limits(config, model)
@@ -24,9 +35,30 @@ def left_for_cache(config: Config, model: Model, kernels: Kernels, kv_dtype: tor
     torch.cuda.reset_peak_memory_stats(device)
     runner.launch(trial_step(limits)).result()
     step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    graphs = graph_bytes(runner, graph_sizes)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)  # the trial's buffers still live: the real ones are as large
-    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
+    log.info("memory: a step takes up to %s, graphs up to %s", gigabytes(step_bytes), gigabytes(graphs))
+    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - graphs
+
+
+def graph_bytes(runner: ModelRunner, sizes: Sequence[int]) -> int:
+    """What graphs of these sizes take together, from a trial capture of the largest.
+
+    The pool's working memory is shared, so it is needed once; each size keeps its own outputs and its own driver memory.
+    """
+    if not sizes:
+        return 0
+    device, config = runner.device, runner.model.config
+    graphs = DecodeGraphs(runner.prepare_padding, [max(sizes)], CudaRecorder(device), runner.kernels.forget_graphs)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(device)
+    graphs.capture()
+    whole = graphs.memory_bytes[max(sizes)]
+    in_driver = max(0, whole - (torch.cuda.memory_reserved(device) - reserved))
+    graphs.destroy()
+    outputs = (sum(sizes) - max(sizes)) * (4 * config.vocab_size + 4 * config.hidden_size) * len(VARIANTS)
+    return whole + in_driver * (len(sizes) - 1) + outputs
 
 
 def trial_limits(config: Config, model: Model) -> Limits:

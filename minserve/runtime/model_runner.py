@@ -22,6 +22,7 @@ from minserve.models.model import Model
 from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample
 from minserve.request import TokenLogprobs
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
+from minserve.runtime.cuda_graph import DecodeGraphs, Work
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
 
@@ -58,6 +59,8 @@ class _Outcome:
     refused: dict[int, str]
     """Row to the reason why its request could not be set up."""
     done: torch.cuda.Event | None
+    graph_size: int | None
+    """Padded batch size of the graph that ran; None for an eager step."""
 
 
 class InFlight:
@@ -100,14 +103,20 @@ class ModelRunner:
             page_size=limits.page_size,
             device=device,
         )
+        self.graphs: DecodeGraphs[Sampled] | None = None
+        """Replayed for every step of decode rows alone; None runs all steps eagerly."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
+        """Why decode steps run without a graph, where they do."""
         self._general = [False] * limits.max_num_seqs
         self._broken_rows = 0
+        self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
     def launch(self, step: ScheduledStep) -> InFlight:
         """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched."""
-        staged = self.batches.stage(step)
-        work = functools.partial(self._run, step, staged)
+        decode_only = step.num_decode_rows == len(step.rows)
+        padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None and decode_only else None
+        staged = self.batches.stage(step, padded)
+        work = functools.partial(self._run, step, staged, padded)
         if self.device.type == "cpu":
             return InFlight(step, lambda: self._read(step, work()))
         return InFlight(step, functools.partial(self._read, step, work()))
@@ -115,12 +124,16 @@ class ModelRunner:
     # on the device, in the order of the steps
 
     @torch.inference_mode()
-    def _run(self, step: ScheduledStep, staged: StagedBatch) -> _Outcome:
+    def _run(self, step: ScheduledStep, staged: StagedBatch, graph_size: int | None) -> _Outcome:
         refused = self._set_up_slots(step)
         batch = self.batches.to_device(staged)
         general = any(self._general[row.slot] for row in step.rows if row.samples)
-        plan = self.kernels.plan_attention(batch.attention, self.model.attention_shape)
-        sampled = self.forward_and_sample(batch, plan, "general" if general else "argmax")
+        variant: Variant = "general" if general else "argmax"
+        plan = self.plan(batch)
+        if self.graphs is not None and graph_size is not None:
+            sampled = self.graphs.replay(graph_size, variant)
+        else:
+            sampled = self.forward_and_sample(batch, plan, variant)
         scored = {
             index: self._score(sampled.hidden[first + row.scored_offset :][: len(row.scored_ids)], row)
             for index, (row, first) in enumerate(zip(step.rows, staged.query_starts, strict=True))
@@ -133,7 +146,30 @@ class ModelRunner:
             scored=scored,
             refused=refused,
             done=self._mark(),
+            graph_size=graph_size,
         )
+
+    def plan(self, batch: Batch) -> Any:
+        """Attention's host work for this batch: before its forward and before its graph's replay alike."""
+        return self.kernels.plan_attention(batch.attention, self.model.attention_shape)
+
+    def prepare_padding(self, size: int) -> Work[Sampled]:
+        """For `DecodeGraphs`: a batch of padding at the size's addresses, as the work that its graphs record."""
+        batch = self.batches.to_device(self.batches.stage(self.batches.padding(size), size))
+        plan = self.plan(batch)
+
+        @torch.inference_mode()
+        def work(variant: Variant, flags: CaptureFlags) -> Sampled:
+            return self.forward_and_sample(batch, plan, variant, flags)
+
+        return work
+
+    def use_graphs(self, graphs: DecodeGraphs[Sampled]) -> None:
+        """From now on. Raises ValueError when a full step would not fit the largest graph."""
+        if graphs.largest < self.limits.max_num_seqs:
+            raise ValueError(f"the largest graph holds {graphs.largest} rows, and {self.limits.max_num_seqs} may run at once")
+        self.graphs = graphs
+        self.eager_reason = f"more rows than the largest graph's {graphs.largest}"
 
     def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
         """The whole step on the device, as a function of the batch's tensors, the KV cache and the sampler's state.
@@ -242,8 +278,16 @@ class ModelRunner:
             )
             results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
         nan_rows, self._broken_rows = numbers[-1] - self._broken_rows, numbers[-1]
-        decode_only = step.num_decode_rows == len(step.rows)
-        return StepResult(rows=tuple(results), nan_rows=nan_rows, eager_reason=self.eager_reason if decode_only else None)
+        eager = step.num_decode_rows == len(step.rows) and outcome.graph_size is None
+        if eager and not self._told_eager:
+            self._told_eager = True
+            log.warning("decode steps run eagerly (%s); counted in the step statistics", self.eager_reason)
+        return StepResult(
+            rows=tuple(results),
+            nan_rows=nan_rows,
+            eager_reason=self.eager_reason if eager else None,
+            graph_size=outcome.graph_size,
+        )
 
 
 _Entry = tuple[float, int, list[int], list[float]]

@@ -1,0 +1,134 @@
+"""A few layers of the real weights against plain fp32 arithmetic: what a graph and its eager run may have wrong together.
+
+A layer's fp32 twin shares its routed experts' memory and copies the rest; it computes with the reference kernels on the same
+device. Knows layers and tolerances; nothing of graphs or requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minserve.errors import SelfCheckFailed
+from minserve.kernels import reference
+from minserve.kernels.interface import AttentionMetadata, ExpertWeights, Kernels, kv_page_shape
+from minserve.models.decoder import Decoder, DecoderLayer
+from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.experts import Experts
+from minserve.models.layers.mla import MultiHeadLatentAttention
+from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.streams import SERIAL
+
+PROMPT_TOKENS = 20
+TOLERANCE = 0.03
+"""Relative error of the median token, for 16-bit arithmetic. The median, since rounding may turn a close choice of experts."""
+FP8_TOLERANCE = 0.10
+"""The same where FP8 weights meet FP8 activations."""
+
+
+def check_layers(model: Decoder, kernels: Kernels, kv_dtype: torch.dtype, page_size: int) -> dict[str, float]:
+    """The first dense layer, the first with experts and the last: name and step to relative error. Raises SelfCheckFailed."""
+    errors: dict[str, float] = {}
+    for name, index in _chosen(model).items():
+        layer = model.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in layer.parameters())
+        bound = FP8_TOLERANCE if fp8 else TOLERANCE
+        for step, error in _compare(model, layer, kernels, kv_dtype, page_size).items():
+            errors[f"{name} {step}"] = round(error, 5)
+            if not error <= bound:
+                raise SelfCheckFailed(
+                    f"layer {index} ({name}) is {error:.3f} away from fp32 reference arithmetic in {step}, relative to its "
+                    f"output; {bound} is the most that rounding explains: its weights or the {kernels.name} kernels are wrong"
+                )
+    return errors
+
+
+def _chosen(model: Decoder) -> dict[str, int]:
+    kinds = [isinstance(layer.mlp, MixtureOfExperts) for layer in model.layers]
+    chosen = {"dense layer": kinds.index(False)} if False in kinds else {}
+    if True in kinds:
+        chosen["expert layer"] = kinds.index(True)
+    return chosen | ({} if len(kinds) - 1 in chosen.values() else {"last layer": len(kinds) - 1})
+
+
+@torch.inference_mode()
+def _compare(model: Decoder, layer: DecoderLayer, kernels: Kernels, kv_dtype: torch.dtype, page_size: int) -> dict[str, float]:
+    """Step to error: a prompt, then one more token after it."""
+    twin, table = _twin(layer, kernels)
+    weight = layer.input_norm.weight
+    generator = torch.Generator(weight.device).manual_seed(1)
+    shape = (1 + -(-(PROMPT_TOKENS + 1) // page_size), *kv_page_shape(model.attention_shape, page_size))
+    caches = [torch.zeros(shape, dtype=dtype, device=weight.device) for dtype in (kv_dtype, torch.float32)]
+    errors = {}
+    for step, (start, length) in {"prefill": (0, PROMPT_TOKENS), "decode": (PROMPT_TOKENS, 1)}.items():
+        metadata = _one_row(start, length, page_size, weight.device)
+        hidden = torch.randn(length, weight.shape[0], generator=generator, device=weight.device).to(weight.dtype)
+        positions = torch.arange(start, start + length, device=weight.device)
+        outputs = []
+        for module, its_kernels, cache, x in ((layer, kernels, caches[0], hidden), (twin, table, caches[1], hidden.float())):
+            plan = its_kernels.plan_attention(metadata, model.attention_shape)
+            context = ForwardContext(metadata, plan, [cache] * model.num_layers)
+            outputs.append(module(x, None, positions, context, SERIAL))
+        (added, residual), (true_added, true_residual) = outputs
+        errors[step] = max(_median_error(added, true_added), _median_error(residual - hidden, true_residual - hidden.float()))
+    return errors
+
+
+def _median_error(result: Tensor, truth: Tensor) -> float:
+    rows = (result.float() - truth).norm(dim=-1) / truth.norm(dim=-1).clamp(min=1e-20)
+    return float(rows.nan_to_num(nan=torch.inf).median())
+
+
+def _one_row(start: int, length: int, page_size: int, device: torch.device) -> AttentionMetadata:
+    positions = torch.arange(start, start + length)
+    pages = torch.arange(1, 2 + (PROMPT_TOKENS // page_size), dtype=torch.int32)
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([start + length], dtype=torch.int32, device=device),
+        page_table=pages.unsqueeze(0).to(device),
+        slot_mapping=(page_size + positions).to(device),  # pages 1, 2, ... in order
+        page_size=page_size,
+        query_lens_host=(length,),
+        seq_lens_host=(start + length,),
+    )
+
+
+def _twin(layer: DecoderLayer, kernels: Kernels) -> tuple[DecoderLayer, Kernels]:
+    """The layer in fp32 and the kernels that it computes with."""
+    table = dataclasses.replace(reference.cpu(), experts_flat=_experts_flat)
+    memo: dict[int, Any] = {id(kernels): table}
+    for module in layer.modules():
+        if isinstance(module, Experts):
+            memo |= {id(parameter): parameter for parameter in module.parameters()}
+    twin = copy.deepcopy(layer, memo)
+    for module in twin.modules():
+        if isinstance(module, Experts):
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                setattr(module, name, nn.Parameter(parameter.float(), requires_grad=False))
+    for module in twin.modules():
+        if isinstance(module, MultiHeadLatentAttention):
+            module.finish_load()
+    return twin, table
+
+
+def _experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+    """The reference's, with weights of any type widened to fp32 one expert at a time."""
+    out = torch.zeros_like(x)
+    for slot in slot_ids.unique().tolist():
+        if slot < 0:
+            continue
+        rows, places = (slot_ids == slot).nonzero(as_tuple=True)
+        w13, w2 = (
+            reference.widen(weight[slot], None if scale is None else scale[slot], torch.float32).float()
+            for weight, scale in ((experts.w13, experts.w13_scale), (experts.w2, experts.w2_scale))
+        )
+        result = reference.silu_and_mul(x[rows] @ w13.T) @ w2.T
+        out.index_add_(0, rows, result * weights[rows, places].unsqueeze(1))
+    return out

@@ -1,0 +1,273 @@
+"""Proves captured decode steps before the first request: each replay equals an eager run bit for bit, on few streams.
+
+For each size the unused cache, the padding rows and the graph's outputs are filled with NaN, the inputs are new ones, and the
+graph is replayed twice. Works on pages and slots that nobody has yet, and leaves none of it behind. Reductions here are
+deterministic, so any difference is a fault: a stale pointer, a missed join, padding that leaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minserve.errors import SelfCheckFailed
+from minserve.kernels.interface import AttentionShape
+from minserve.models.sampler import SamplerState, Variant
+from minserve.request import SamplingParams
+from minserve.runtime.batch import Batch
+from minserve.runtime.cuda_graph import VARIANTS, DecodeGraphs
+from minserve.runtime.model_runner import ModelRunner, Sampled
+from minserve.runtime.step import ScheduledRow, ScheduledStep
+
+MOST_STREAMS = 3
+"""At replay, whatever the number of layers: main, alt, and one that a library may own."""
+_ROW_PAGES = 4
+_LONG_ROW_TOKENS = 2048
+_STATE = ("output_index", "last_tokens", "broken_rows", "token_counts")
+"""What sampling writes."""
+_PARAMETERS = ("reals", "integers")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """One comparison."""
+
+    size: int
+    variant: Variant
+    real: int
+    """Rows that are no padding."""
+    seed: int
+
+    def __str__(self) -> str:
+        return f"the decode graph of batch size {self.size} ({self.variant} sampling, {self.real} rows filled)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphVerdict:
+    """What was proven. A failure is an exception."""
+
+    comparisons: int
+    streams: dict[int, int]
+    """Size to streams at replay; empty where no profiler could see the device."""
+
+
+def check_graphs(
+    runner: ModelRunner, level: Literal["fast", "full"], on_progress: Callable[[float], None] = lambda _: None
+) -> GraphVerdict:
+    """Every captured size of the runner, before it has served anything. Raises SelfCheckFailed saying what differed."""
+    graphs = runner.graphs
+    if graphs is None:
+        return GraphVerdict(0, {})
+    trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
+    before = _copies(runner.sampler, (*_STATE[:-1], *_PARAMETERS))
+    try:
+        for layer in runner.kv_cache:
+            layer.fill_(torch.nan)
+        for done, trial in enumerate(trials):
+            on_progress(done / len(trials))
+            _check(runner, graphs, trial)
+        streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
+    finally:
+        for layer in runner.kv_cache:
+            layer.zero_()
+        for name, values in before.items():
+            getattr(runner.sampler, name).copy_(values)
+        runner.sampler.token_counts.zero_()
+        runner.sampler.in_prompt.zero_()
+    on_progress(1.0)
+    return GraphVerdict(len(trials), streams)
+
+
+def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: int) -> list[Trial]:
+    trials: list[Trial] = []
+    for size in sizes:
+        for variant in VARIANTS:
+            # Sampling does not depend on padding, so one variant takes the padded batch and the other the full one.
+            reals = {max(1, size - size // 3) if variant == "argmax" else size}
+            if level == "full":
+                reals = {1, size // 2 + 1, size}
+            for real in sorted({min(real, most_rows) for real in reals}):
+                trials.append(Trial(size, variant, real, seed=len(trials)))
+    return trials
+
+
+@torch.inference_mode()
+def _check(runner: ModelRunner, graphs: DecodeGraphs[Sampled], trial: Trial) -> None:
+    dice = random.Random(trial.seed)
+    step = _random_step(runner, trial, dice)
+    slots = torch.tensor([row.slot for row in step.rows], device=runner.device)
+    _set_up_slots(runner.sampler, step, trial.variant, dice)
+    batch = _poison_padding(runner.batches.to_device(runner.batches.stage(step, trial.size)), trial.real)
+    plan = runner.plan(batch)
+    start = _copies(runner.sampler, _STATE)
+
+    def outcome(run: Callable[[], Sampled]) -> dict[str, Tensor]:
+        for name, values in start.items():
+            getattr(runner.sampler, name).copy_(values)
+        _fill_cache(runner, step, trial.seed)
+        return _results(run(), runner, batch, slots, trial.real)
+
+    def replay() -> Sampled:
+        for tensor in graphs.result(trial.size, trial.variant):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        return graphs.replay(trial.size, trial.variant)
+
+    first = outcome(replay)
+    _compare(trial, "replayed twice with the same inputs, it does not repeat itself", first, outcome(replay))
+    eager = outcome(lambda: runner.forward_and_sample(batch, plan, trial.variant))
+    _compare(trial, "it does not equal an eager run of the same batch", first, eager)
+    for name in ("hidden", "logits", "KV entries"):
+        broken = (~first[name].isfinite()).flatten(1).any(1)
+        if bool(broken.any()):
+            raise SelfCheckFailed(f"{trial}: {name} of {_rows(broken)} are not numbers; padding or unused cache reaches them")
+    _clear_cache(runner, step)
+
+
+def _random_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> ScheduledStep:
+    """Rows of random lengths on random pages, the first a long one."""
+    limits = runner.limits
+    page_size, longest = limits.page_size, limits.max_model_len
+    wanted = _ROW_PAGES * trial.real + -(-min(_LONG_ROW_TOKENS, longest) // page_size)
+    pages = dice.sample(range(1, limits.num_pages + 1), min(wanted, limits.num_pages))
+    slots = dice.sample(range(limits.max_num_seqs), trial.real)
+    each = max(1, min(_ROW_PAGES, len(pages) // trial.real, -(-longest // page_size)))
+    rows = []
+    for index in range(trial.real - 1, -1, -1):
+        count = each if index else min(len(pages), -(-min(_LONG_ROW_TOKENS, longest) // page_size))
+        own = tuple(pages.pop() for _ in range(count))
+        most = min(count * page_size, longest)
+        length = dice.randint(1, most) if index else max(1, most - dice.randint(0, page_size - 1))
+        rows.append(
+            ScheduledRow(request_id=index, slot=slots[index], start=length - 1, num_tokens=1, new_pages=own, samples=True)
+        )
+    return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=len(rows), num_tokens=len(rows))
+
+
+def _set_up_slots(sampler: SamplerState, step: ScheduledStep, variant: Variant, dice: random.Random) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+        {"temperature": 1.2, "min_p": 0.05, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {3: 2.5}},
+    ]
+    for index, row in enumerate(step.rows):
+        params = SamplingParams(max_tokens=8, seed=index, **(kinds[0] if variant == "argmax" else kinds[index % 4]))
+        known = [dice.randrange(sampler.vocab_size) for _ in range(4)]
+        sampler.set_slot(row.slot, params, known[:2], known[2:])
+        sampler.last_tokens[row.slot].fill_(dice.randrange(sampler.vocab_size))
+
+
+def _poison_padding(batch: Batch, real: int) -> Batch:
+    """Padding rows read one position beyond the one they write, which is NaN: all that they compute becomes NaN."""
+    batch.attention.seq_lens[real:].fill_(2)
+    lengths = batch.attention.seq_lens_host
+    attention = dataclasses.replace(batch.attention, seq_lens_host=(*lengths[:real], *(2 for _ in lengths[real:])))
+    return dataclasses.replace(batch, attention=attention)
+
+
+def _fill_cache(runner: ModelRunner, step: ScheduledStep, seed: int) -> None:
+    """Random numbers where the rows' earlier tokens lie, NaN in the rest of their pages and in the dummy page."""
+    page_size, shape = runner.limits.page_size, runner.model.attention_shape
+    pages, lengths = [0], [0]
+    for row in step.rows:
+        pages += row.new_pages
+        lengths += [min(max(row.start - page * page_size, 0), page_size) for page in range(len(row.new_pages))]
+    where = torch.tensor(pages, device=runner.device)
+    unused = torch.arange(page_size, device=runner.device) >= torch.tensor(lengths, device=runner.device).unsqueeze(1)
+    mask = unused[:, :, None] if shape.kind == "mla" else unused[:, None, :, None, None]
+    generator = torch.Generator(runner.device).manual_seed(seed)
+    for layer in runner.kv_cache:
+        values = torch.empty((len(pages), *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
+        layer[where] = values.normal_(generator=generator).masked_fill_(mask, torch.nan)
+
+
+def _clear_cache(runner: ModelRunner, step: ScheduledStep) -> None:
+    where = torch.tensor([page for row in step.rows for page in row.new_pages], device=runner.device)
+    for layer in runner.kv_cache:
+        layer[where] = torch.nan
+
+
+def _results(sampled: Sampled, runner: ModelRunner, batch: Batch, slots: Tensor, real: int) -> dict[str, Tensor]:
+    """Copies of all that the step left for its real rows, each [real, ...]."""
+    kind, page_size = runner.model.attention_shape, runner.limits.page_size
+    places = batch.attention.slot_mapping[:real]
+    entries = [_entries(layer, kind, places, page_size) for layer in runner.kv_cache]
+    return {
+        "hidden": sampled.hidden[:real].clone(),
+        "logits": sampled.logits[:real].clone(),
+        "tokens": sampled.tokens[:real].clone(),
+        "finite flags": sampled.finite[:real].clone(),
+        "KV entries": torch.stack(entries, dim=1),
+        "last tokens": runner.sampler.last_tokens[slots],
+        "output index": runner.sampler.output_index[slots],
+    }
+
+
+def _entries(layer: Tensor, shape: AttentionShape, places: Tensor, page_size: int) -> Tensor:
+    pages, offsets = places // page_size, places % page_size
+    return (layer[pages, offsets] if shape.kind == "mla" else layer[pages, :, offsets]).flatten(1)
+
+
+def _compare(trial: Trial, how: str, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    for name, values in first.items():
+        other = second[name]
+        different = (_bytes(values) != _bytes(other)).any(1)
+        if bool(different.any()):
+            distance = (values.double() - other.double()).abs().max().item()
+            raise SelfCheckFailed(f"{trial}: {how}: {name} differ in {_rows(different)} (by {distance:.3g} at most)")
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(values.shape[0], -1).view(torch.uint8)
+
+
+def _rows(flags: Tensor) -> str:
+    found = flags.nonzero().flatten().tolist()
+    shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    return f"{'row' if len(found) == 1 else 'rows'} {shown}"
+
+
+def _copies(sampler: SamplerState, names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: getattr(sampler, name).clone() for name in names}
+
+
+# streams
+
+
+def _count_all_streams(runner: ModelRunner, graphs: DecodeGraphs[Sampled]) -> dict[int, int]:
+    counts = {}
+    for size in graphs.sizes:
+        runner.prepare_padding(size)
+        count = count_streams(lambda: graphs.replay(size, "argmax"))  # noqa: B023 - called at once
+        if count is None:
+            return {}
+        if count > MOST_STREAMS:
+            raise SelfCheckFailed(
+                f"the decode graph of batch size {size} runs on {count} streams, more than {MOST_STREAMS}: a side block is "
+                "recorded before the main one, or a fork has no work; each layer then pays for a change of stream"
+            )
+        counts[size] = count
+    return counts
+
+
+def count_streams(run: Callable[[], object]) -> int | None:
+    """Distinct streams of the kernels that `run` launches, from a profiler's trace; None when the profiler sees none.
+
+    Only a replay shows them: during capture there is one stream for each that the program names.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return len({event["args"]["stream"] for event in events if event.get("cat") == "kernel"}) or None

@@ -1,0 +1,207 @@
+"""Captured decode without a GPU: which sizes, in which order and under which flags, and the same tokens as eager steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paged_steps import load
+from runtime.graph_doubles import FakeRecorder, HeldPlans, runner_of, with_graphs
+from runtime.scripted import Loop, make_limits, request
+
+from minserve.capture_flags import EAGER
+from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
+from minserve.kernels import reference
+from minserve.request import Request, SamplingParams
+from minserve.runtime.capture_mode import current_flags
+from minserve.runtime.cuda_graph import DecodeGraphs, capture_sizes
+
+
+@given(st.integers(1, 2000), st.sets(st.integers(1, 3000), max_size=6))
+def test_the_ceiling_is_always_captured_and_nothing_lies_above_it(ceiling, asked):
+    sizes = capture_sizes(ceiling, sorted(asked))
+    assert sizes[-1] == ceiling
+    assert list(sizes) == sorted(set(sizes))
+    assert not asked or set(sizes) == {size for size in asked if size < ceiling} | {ceiling}
+
+
+def test_the_usual_sizes():
+    assert capture_sizes(1) == (1,)
+    assert capture_sizes(12) == (1, 2, 4, 8, 12)
+    assert capture_sizes(64) == (1, 2, 4, 8, 16, 32, 64)
+    assert capture_sizes(600) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600)
+
+
+def graphs_of(recorder, sizes=(1, 4, 8), log=None):
+    def prepare(size):
+        def work(variant, flags):
+            if log is not None:
+                log.append((size, variant, flags))
+            return (torch.full((size,), float(size)),)
+
+        return work
+
+    return DecodeGraphs(prepare, sizes, recorder)
+
+
+def test_largest_first_two_warm_ups_before_each_recording_under_the_same_flags():
+    recorder, log, fractions = FakeRecorder(), [], []
+    graphs_of(recorder, log=log).capture(fractions.append)
+    assert [kind for kind, _ in recorder.log] == ["warm-up", "warm-up", "record"] * 6
+    assert [(size, variant) for size, variant, _ in log[::3]] == [
+        (size, variant) for size in (8, 4, 1) for variant in ("argmax", "general")
+    ]
+    for index, ((kind, around), (size, _, flags)) in enumerate(zip(recorder.log, log, strict=True)):
+        assert around == flags
+        assert flags.padded_batch_size == size
+        assert (flags.capturing, flags.disable_dispose_tensor, flags.allow_host_sync) == (True, True, False)
+        assert flags.allow_overlap
+        assert flags.phase == kind
+        recorded = log[index - index % 3 + 2][2]
+        assert dataclasses.replace(flags, phase="record", allow_jit=False) == recorded
+    assert current_flags() == EAGER
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_each_number_of_rows_has_the_smallest_size_that_holds_it():
+    graphs = graphs_of(FakeRecorder())
+    assert graphs.size_for(1) is None  # nothing is captured yet
+    graphs.capture()
+    assert [graphs.size_for(rows) for rows in range(1, 10)] == [1, 4, 4, 4, 8, 8, 8, 8, None]
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), EnvironmentFault),
+        (torch.OutOfMemoryError("CUDA out of memory"), DoesNotFit),
+        (UsageError("said by a kernel"), UsageError),
+    ],
+)
+@pytest.mark.parametrize("fails_at", [0, 1, 5])
+def test_a_failed_capture_leaves_nothing_behind(failure, error, fails_at):
+    recorder, forgotten = FakeRecorder(failure=failure, fails_at=fails_at), []
+    graphs = graphs_of(recorder)
+    graphs._forget = lambda: forgotten.append(True)
+    with pytest.raises(error) as caught:
+        graphs.capture()
+    if error is EnvironmentFault:
+        assert f"batch size {(8, 4, 1)[fails_at // 2]}" in str(caught.value)
+        assert "--enforce-eager" in str(caught.value)
+    assert current_flags() == EAGER
+    assert len(recorder.graphs) == fails_at
+    assert all(graph.is_reset for graph in recorder.graphs)
+    assert recorder.released == 1
+    assert forgotten == [True]
+    assert graphs.size_for(1) is None
+
+    recorder.failure = None
+    graphs.capture()
+    assert graphs.size_for(5) == 8
+    assert graphs.replay(4, "general")[0].tolist() == [4.0] * 4
+
+
+def test_an_interrupt_during_a_capture_goes_on_as_it_is():
+    recorder = FakeRecorder(failure=KeyboardInterrupt(), fails_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        graphs_of(recorder).capture()
+    assert all(graph.is_reset for graph in recorder.graphs)
+
+
+def test_memory_is_reported_for_each_size():
+    graphs = graphs_of(FakeRecorder())
+    graphs.capture()
+    assert graphs.memory_bytes == {8: 2000, 4: 2000, 1: 2000}
+
+
+# through the runner
+
+
+def requests(count, vocab=250):
+    dice = torch.Generator().manual_seed(count)
+    for index in range(count):
+        prompt = torch.randint(0, vocab, (3 + 5 * index % 17,), generator=dice).tolist()
+        yield request(index, prompt, 4 + index % 7)
+
+
+def sampled(index):
+    params = SamplingParams(max_tokens=9, seed=index, temperature=1.0, top_p=0.9, frequency_penalty=0.3, logprobs=2)
+    return Request(id=index, prompt_token_ids=[7, 8, index], sampling=params, arrival_time=0.0)
+
+
+def limits_of(**changes):
+    return make_limits(
+        max_num_seqs=6, num_pages=64, page_size=16, max_model_len=128, vocab_size=320, chunked_prefill_size=64, **changes
+    )
+
+
+def answers(loop, asked):
+    for one in asked:
+        loop.add(one)
+    loop.run()
+    loop.check_at_rest()
+    return loop.tokens, {
+        index: [entry for output in outputs for entry in output.logprobs or ()] for index, outputs in loop.outputs.items()
+    }
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_dir, variant):
+    """More requests than slots, so that sizes change and rows come and go; some sample, some ask for log-probabilities."""
+    limits, asked = limits_of(), [*requests(9), *(sampled(index) for index in range(20, 24))]
+    plain = runner_of(load(tiny_dir(variant)), reference.cpu(), limits)
+    plans = HeldPlans()
+    replayed = with_graphs(runner_of(load(tiny_dir(variant)), plans.kernels(), limits), (1, 4, 6))
+    eager_loop, graph_loop = Loop(limits, plain), Loop(limits, replayed)
+    wanted, wanted_scores = answers(eager_loop, asked)
+    tokens, scores = answers(graph_loop, asked)
+    assert tokens == wanted
+    for index, entries in wanted_scores.items():
+        assert [entry.top_ids for entry in scores[index]] == [entry.top_ids for entry in entries]
+        assert [entry.logprob for entry in scores[index]] == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+    stats = graph_loop.scheduler.stats()
+    assert stats.eager_decode_steps == {}
+    assert set(stats.graph_replays) == {1, 4, 6}
+    assert eager_loop.scheduler.stats().eager_decode_steps == {"cpu": sum(stats.graph_replays.values())}
+
+
+def test_padding_rows_are_routed_nowhere(tiny_dir):
+    counts = []
+
+    def counting(x, slot_ids, weights, experts):
+        counts.append((x.shape[0], int((slot_ids >= 0).sum()), float(weights.sum(-1)[-1])))
+        return reference.experts_flat(x, slot_ids, weights, experts)
+
+    plans, limits = HeldPlans(), limits_of()
+    kernels = plans.kernels(experts_flat=counting)
+    runner = with_graphs(runner_of(load(tiny_dir("deepseek_v3_small"), kernels), kernels, limits), (6,))
+    counts.clear()
+    loop = Loop(limits, runner)
+    answers(loop, list(requests(2)))
+    decode = [(routed, last) for rows, routed, last in counts if rows == 6]
+    assert decode
+    assert {routed for routed, _ in decode} <= {1 * 4, 2 * 4}
+    assert {last for _, last in decode} == {0.0}
+
+
+def test_more_may_not_run_than_the_largest_graph_holds(tiny_dir):
+    limits = limits_of()
+    runner = runner_of(load(tiny_dir("deepseek_v3_small")), HeldPlans().kernels(), limits)
+    with pytest.raises(ValueError, match="holds 4 rows, and 6 may run"):
+        with_graphs(runner, (1, 4))
+    assert runner.graphs is None
+
+
+def test_a_step_beyond_the_sizes_runs_eagerly_and_is_counted(tiny_dir):
+    """It cannot happen through `use_graphs`; should it happen, nothing crashes and it does not go unseen."""
+    limits = limits_of()
+    runner = runner_of(load(tiny_dir("deepseek_v3_small")), HeldPlans().kernels(), limits)
+    with_graphs(runner, (1, 6))
+    runner.graphs.sizes = (1,)
+    loop = Loop(limits, runner)
+    answers(loop, list(requests(3)))
+    assert loop.scheduler.stats().eager_decode_steps.keys() == {"more rows than the largest graph's 6"}

@@ -1,0 +1,189 @@
+"""The self-check without a GPU: a sound runner passes and keeps no trace of it; every kind of fault is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from paged_steps import load
+from runtime.graph_doubles import FakeGraph, FakeRecorder, HeldPlans, buffers, runner_of, with_graphs
+from runtime.scripted import Loop, make_limits, request
+
+from minserve.errors import SelfCheckFailed
+from minserve.kernels import reference
+from minserve.runtime import self_check
+from minserve.runtime.self_check import check_graphs
+
+
+def limits_of(**changes):
+    values = {"max_num_seqs": 6, "num_pages": 40, "page_size": 16, "max_model_len": 128, "vocab_size": 320}
+    return make_limits(**(values | changes))
+
+
+def checked_runner(directory, *, sizes=(1, 4, 6), recorder=None, limits=None, **kernels):
+    table = HeldPlans().kernels(**kernels)
+    return with_graphs(runner_of(load(directory, table), table, limits or limits_of()), sizes, recorder)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])
+@pytest.mark.parametrize(("level", "comparisons"), [("fast", 6), ("full", 14)])
+def test_a_sound_runner_passes_and_serves_as_if_nothing_had_been(tiny_dir, variant, level, comparisons):
+    runner = checked_runner(tiny_dir(variant))
+    before, fractions = buffers(runner), []
+    verdict = check_graphs(runner, level, fractions.append)
+    assert verdict.comparisons == comparisons
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    for name, values in buffers(runner).items():
+        if name.startswith("cache"):
+            assert not values.any(), name
+        else:
+            assert torch.equal(values[: runner.limits.max_num_seqs], before[name][: runner.limits.max_num_seqs]), name
+
+    loops = [Loop(runner.limits, runner), Loop(runner.limits, checked_runner(tiny_dir(variant)))]
+    for loop in loops:
+        for index in range(5):
+            loop.add(request(index, [3 + index, 9, 250], 5))
+        loop.run()
+        loop.check_at_rest()
+    assert loops[0].tokens == loops[1].tokens
+    assert loops[0].scheduler.stats().prefix_cache_hits == loops[1].scheduler.stats().prefix_cache_hits
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_pages": 4, "max_model_len": 64}, {"page_size": 1, "max_model_len": 9}, {"max_num_seqs": 1}]
+)
+def test_any_cache_is_large_enough_to_be_checked(tiny_dir, changes):
+    limits = limits_of(**changes)
+    runner = checked_runner(tiny_dir("deepseek_v3_small"), sizes=(1, limits.max_num_seqs), limits=limits)
+    assert check_graphs(runner, "full").comparisons > 0
+
+
+def refusal(runner):
+    with pytest.raises(SelfCheckFailed) as caught:
+        check_graphs(runner, "fast")
+    assert caught.value.exit_code == 7
+    assert not any(layer.any() for layer in runner.kv_cache)
+    return str(caught.value)
+
+
+class Frozen(FakeGraph):
+    """Reads its inputs once and for all."""
+
+    def replay(self):
+        if not self.replays:
+            self._first = [value.clone() for value in self._work()]
+        self.replays += 1
+        for place, value in zip(self._result, self._first, strict=True):
+            place.copy_(value)
+
+
+class Unwritten(FakeGraph):
+    """Leaves one of its outputs as it was."""
+
+    def replay(self):
+        logits = self._result[2].clone()
+        super().replay()
+        self._result[2].copy_(logits)
+
+
+class Unsteady(FakeGraph):
+    """A race: the second run differs from the first."""
+
+    def replay(self):
+        super().replay()
+        self._result[2][0, 0] += self.replays
+
+
+@pytest.mark.parametrize(
+    ("graph_type", "words"),
+    [
+        (Frozen, "does not"),
+        (Unwritten, "does not equal an eager run of the same batch: logits differ in rows 0, 1"),
+        (Unsteady, "does not repeat itself: logits differ in row 0 "),
+    ],
+)
+def test_faulty_graphs_are_refused(tiny_dir, graph_type, words):
+    runner = checked_runner(tiny_dir("deepseek_v3_small"), sizes=(6,), recorder=FakeRecorder(graph_type=graph_type))
+    message = refusal(runner)
+    assert words in message
+    assert "batch size 6" in message
+
+
+def test_weights_that_moved_after_the_capture_are_noticed(tiny_dir):
+    """The graph goes on reading the old place."""
+    runner = runner_of(load(tiny_dir("deepseek_v3_small")), HeldPlans().kernels(), limits_of())
+    captured = runner.model
+
+    class Stale(FakeGraph):
+        def replay(self):
+            now, runner.model = runner.model, captured
+            try:
+                super().replay()
+            finally:
+                runner.model = now
+
+    with_graphs(runner, (4, 6), FakeRecorder(graph_type=Stale))
+    check_graphs(runner, "fast")
+    runner.model = copy.deepcopy(captured)
+    check_graphs(runner, "fast")  # equal values: nothing is wrong yet
+    runner.model.layers[1].attention.output.weight.mul_(1.001)
+    assert "does not equal an eager run" in refusal(runner)
+
+
+def test_padding_that_reaches_other_rows_is_noticed(tiny_dir):
+    """One scale for the whole batch, as a careless quantisation has it: a NaN in a padding row is a NaN everywhere."""
+
+    def shared_scale(x, slot_ids, weights, experts):
+        scale = x.abs().amax()
+        return reference.experts_flat(x / scale, slot_ids, weights, experts) * scale
+
+    message = refusal(checked_runner(tiny_dir("deepseek_v3_small"), sizes=(6,), experts_flat=shared_scale))
+    assert "are not numbers; padding or unused cache reaches them" in message
+
+
+def test_a_read_beyond_the_context_is_noticed(tiny_dir):
+    plans = HeldPlans()
+
+    def one_too_far(metadata, shape):
+        longer = dataclasses.replace(metadata, seq_lens_host=tuple(length + 1 for length in metadata.seq_lens_host))
+        return plans.plan(longer, shape)
+
+    message = refusal(checked_runner(tiny_dir("qwen3_moe"), sizes=(6,), plan_attention=one_too_far))
+    assert "are not numbers" in message
+
+
+def test_an_unwritten_cache_entry_is_noticed(tiny_dir):
+    """Written when the step runs eagerly, forgotten when it is replayed."""
+    writing = []
+
+    def write(latent, rope, cache, slots):
+        if not writing:
+            reference.write_mla(latent, rope, cache, slots)
+
+    class Forgets(FakeGraph):
+        def replay(self):
+            writing.append(False)
+            super().replay()
+            writing.clear()
+
+    runner = checked_runner(tiny_dir("deepseek_v3_small"), sizes=(6,), recorder=FakeRecorder(graph_type=Forgets), write_mla=write)
+    assert "does not equal an eager run" in refusal(runner)
+
+
+def test_without_graphs_there_is_nothing_to_compare(tiny_dir):
+    runner = runner_of(load(tiny_dir("qwen3_moe")), reference.cpu(), limits_of())
+    assert check_graphs(runner, "full").comparisons == 0
+
+
+@pytest.mark.parametrize(("streams", "refused"), [(1, False), (3, False), (4, True), (61, True)])
+def test_too_many_streams_are_refused(tiny_dir, monkeypatch, streams, refused):
+    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(2, 6))
+    monkeypatch.setattr(self_check, "count_streams", lambda run: (run(), streams)[1])
+    if refused:
+        with pytest.raises(SelfCheckFailed, match=f"batch size 2 runs on {streams} streams, more than 3"):
+            self_check._count_all_streams(runner, runner.graphs)
+    else:
+        assert self_check._count_all_streams(runner, runner.graphs) == {2: streams, 6: streams}
