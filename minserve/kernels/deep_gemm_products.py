@@ -18,8 +18,9 @@ from minserve.kernels import triton_experts, triton_linear
 from minserve.kernels.interface import ExpertWeights, LinearWeight
 from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
 
-CONTIGUOUS_ALIGNMENT = 128
-"""Rows of one block of the contiguous product, which belongs to one expert."""
+BLOCK_ROWS = 128
+"""Most rows of one block. A contiguous block belongs to one expert. A masked one is stored whole, over the next expert's rows
+too where an expert's room is no multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Limits:
     """Up to so many tokens Triton's tiles read plain weights faster than the masked and the contiguous product."""
     triton_fp8: int = 2
     masked: int = 256
-    """Beyond Triton and up to so many tokens the masked product, then the contiguous one. Masked buffers hold E * tokens rows."""
+    """Beyond Triton and up to so many tokens the masked product, then the contiguous one. Masked buffers have room
+    for E * 128 rows for each 128 tokens."""
 
 
 class DeepGemmProducts:
@@ -90,9 +92,9 @@ class DeepGemmProducts:
             return triton_experts.experts_flat(x, slot_ids, weights, experts)
         x, num_experts = x.contiguous(), experts.w13.shape[0]
         if tokens <= self.limits.masked:
-            place = place_masked(slot_ids, num_experts, tokens)
+            place = place_masked(slot_ids, num_experts, -(-tokens // BLOCK_ROWS) * BLOCK_ROWS)
         else:
-            place = place_contiguous(slot_ids, num_experts, CONTIGUOUS_ALIGNMENT)
+            place = place_contiguous(slot_ids, num_experts, BLOCK_ROWS)
         expected = max(1, -(-slot_ids.numel() // num_experts))
         groups = 1 if place.row_expert is not None else num_experts
         moved = move_rows(
@@ -120,10 +122,13 @@ class DeepGemmProducts:
         return combine(y, place.destinations, weights, direct=False)
 
     def experts_masked(self, x: Tensor, counts: Tensor, experts: ExpertWeights) -> Tensor:
-        """x [E, M, H], of which the first counts[e] rows are real, through expert e: [E, M, H]; other rows are unspecified."""
+        """x [E, M, H], of which the first counts[e] rows are real, through expert e: [E, M, H]; other rows are unspecified.
+
+        M should be a multiple of 128: other sizes go to Triton.
+        """
         num_experts, capacity, width = x.shape
         flat = x.reshape(num_experts * capacity, width)
-        if not _fits(x, experts):
+        if capacity % BLOCK_ROWS or not _fits(x, experts):
             return triton_experts.experts_masked(x, counts, experts)
         place = Placement(counts, counts, num_experts * capacity, None)
         fp8, expected = experts.w13_scale is not None, min(capacity, 32)

@@ -77,13 +77,15 @@ def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, to
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
-def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("capacity", [40, 128])
+def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int], capacity: int) -> None:
     experts, hidden, inner, _ = sizes
     weights = expert_weights(experts, hidden, inner, kind)
-    x, counts = normal(experts, 40, hidden), torch.randint(0, 41, (experts,), device=DEVICE, dtype=torch.int32)
-    counts[0], counts[1] = 0, 40
+    x = normal(experts, capacity, hidden)
+    counts = torch.randint(0, capacity + 1, (experts,), device=DEVICE, dtype=torch.int32)
+    counts[0], counts[1] = 0, capacity
     result = kernels.experts_masked(x, counts, weights)
-    bound = FP8_ACTIVATION_ERROR if kind == "fp8" and kernels.name == "hopper" else BF16_ERROR
+    bound = FP8_ACTIVATION_ERROR if (kind, kernels.name, capacity) == ("fp8", "hopper", 128) else BF16_ERROR
     for slot, count in enumerate(counts.tolist()):
         if count:
             truth = one_expert(x[slot, :count], slot, weights, False)
