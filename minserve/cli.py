@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from minserve import __version__, flags, launch
+from minserve import __version__, flags, hub, launch, plan_picture
 from minserve.clients.eval import run_arithmetic
-from minserve.errors import ExitCode, ServerError
+from minserve.config import Config, model_directory
+from minserve.errors import ExitCode, ServerError, UsageError
+from minserve.plan import Settings, describe, make_plan, read_config, to_json
+from minserve.roofline import GPUS
 
 app = typer.Typer(
     name="minserve",
@@ -24,6 +29,11 @@ app = typer.Typer(
 )
 evaluations = typer.Typer(help="Measure a running server through HTTP.", no_args_is_help=True)
 app.add_typer(evaluations, name="eval")
+benches = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(benches, name="bench")
+_DEFAULTS = Settings()
+CHECK_MODULE = "minserve.models.check"
+
 log = logging.getLogger("minserve.cli")
 
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
@@ -59,6 +69,64 @@ def arithmetic(
 ) -> None:
     """Exact-match accuracy and log-probability drift of the embedded model; the last line is `accuracy 0.987`."""
     raise typer.Exit(asyncio.run(run_arithmetic(base_url, concurrency, limit, model, api_key)))
+
+
+@benches.command(context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
+def step(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Time of one decode step at fixed batch and context, random weights (bench step --help lists the flags)."""
+    raise typer.Exit(launch.run_module("minserve.runtime.bench_step", arguments or []))
+
+
+@app.command(context_settings={"token_normalize_func": _with_dashes})
+def plan(
+    model: Annotated[str, typer.Argument(help="directory with a config.json, that file, or a Hub name; no weights are needed")],
+    gpu: Annotated[str, typer.Option(help=f"one of: {', '.join(GPUS)}")] = "h200",
+    ep_size: Annotated[int, typer.Option(help="ranks that share the experts", min=1)] = 1,
+    max_model_len: Annotated[int | None, typer.Option(help="prompt and output tokens of one request, at most", min=2)] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="requests that run at once on a rank", min=1)] = _DEFAULTS.max_num_seqs,
+    chunked_prefill_size: Annotated[int, typer.Option(help="most tokens of one step", min=1)] = _DEFAULTS.chunked_prefill_size,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="share of the whole GPU for the whole process", min=0.05, max=1.0)
+    ] = _DEFAULTS.gpu_memory_utilization,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    plot: Annotated[Path | None, typer.Option(help="also draw each rank's memory to this file")] = None,
+) -> None:
+    """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not."""
+    if gpu not in GPUS:
+        raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
+    path = Path(model).expanduser()
+    if not path.exists() and hub.is_repo_id(model):
+        path = hub.snapshot(model, weights=False)
+    config, notes = read_config(path)
+    settings = Settings(
+        gpu=GPUS[gpu],
+        ep_size=ep_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        chunked_prefill_size=chunked_prefill_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    made = make_plan(config, model, settings, notes)
+    typer.echo(to_json(made) if json else describe(made))
+    if plot is not None:
+        plan_picture.draw(made, plot)
+    raise typer.Exit(ExitCode.OK if made.fits else ExitCode.MEMORY)
+
+
+@app.command(context_settings={"token_normalize_func": _with_dashes})
+def check(
+    model: Annotated[str, typer.Argument(help="checkpoint directory or Hub name")],
+    manifest: Annotated[Path | None, typer.Option(help="compare every tensor's checksum with this file")] = None,
+    write_manifest: Annotated[Path | None, typer.Option(help="write every tensor's checksum to this file")] = None,
+) -> None:
+    """Prove a checkpoint whole without loading it: files, index, names and shapes, checksums; exit code 4 on any gap."""
+    settings = Config(model=model)
+    words = [str(model_directory(settings))]
+    for flag, path in (("--manifest", manifest), ("--write-manifest", write_manifest)):
+        words += [] if path is None else [flag, str(path)]
+    # A process of its own, because the proof builds the model and this one does without torch.
+    child = subprocess.run([sys.executable, "-P", "-m", CHECK_MODULE, *words], env=launch.engine_environment(settings))
+    raise typer.Exit(child.returncode if child.returncode >= 0 else ExitCode.INTERNAL)
 
 
 @app.command()

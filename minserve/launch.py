@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from minserve import config as configuration
@@ -151,6 +151,11 @@ def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[byte
         finally:
             ours.close()
             _end(process)
+
+
+def run_module(module: str, words: Sequence[str]) -> int:
+    """A program of the engine's side, in a process and an environment like the engine's; its exit code."""
+    return subprocess.run([sys.executable, "-P", "-m", module, *words], env=engine_environment(Config()), check=False).returncode
 
 
 def _die_with(front: int) -> None:

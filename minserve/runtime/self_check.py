@@ -204,7 +204,6 @@ def _results(sampled: Sampled, runner: ModelRunner, batch: Batch, slots: Tensor,
         "hidden": sampled.hidden[:real].clone(),
         "logits": sampled.logits[:real].clone(),
         "tokens": sampled.tokens[:real].clone(),
-        "finite flags": sampled.finite[:real].clone(),
         "KV entries": torch.stack(entries, dim=1),
         "last tokens": runner.sampler.last_tokens[slots],
         "output index": runner.sampler.output_index[slots],
@@ -259,10 +258,15 @@ def _count_all_streams(runner: ModelRunner, graphs: DecodeGraphs[Sampled]) -> di
 
 
 def count_streams(run: Callable[[], object]) -> int | None:
-    """Distinct streams of the kernels that `run` launches, from a profiler's trace; None when the profiler sees none.
+    """Distinct streams of the kernels that `run` launches; None when the profiler sees none.
 
     Only a replay shows them: during capture there is one stream for each that the program names.
     """
+    return len(set(trace_kernels(run))) or None
+
+
+def trace_kernels(run: Callable[[], object]) -> list[int]:
+    """The stream of each kernel that `run` launches, from a profiler's trace."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -270,4 +274,4 @@ def count_streams(run: Callable[[], object]) -> int | None:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return len({event["args"]["stream"] for event in events if event.get("cat") == "kernel"}) or None
+    return [event["args"]["stream"] for event in events if event.get("cat") == "kernel"]

@@ -84,9 +84,9 @@ class Unwritten(FakeGraph):
     """Leaves one of its outputs as it was."""
 
     def replay(self):
-        logits = self._result[2].clone()
+        logits = self._result.logits.clone()
         super().replay()
-        self._result[2].copy_(logits)
+        self._result.logits.copy_(logits)
 
 
 class Unsteady(FakeGraph):
@@ -94,7 +94,7 @@ class Unsteady(FakeGraph):
 
     def replay(self):
         super().replay()
-        self._result[2][0, 0] += self.replays
+        self._result.logits[0, 0] += self.replays
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,341 @@
+"""`minserve bench step`: the time of one decode step at a fixed batch and context, with random weights, on the engine's runner.
+
+Runs as a process of its own: `python -m minserve.runtime.bench_step --help`. Knows no HTTP, scheduler or prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from minserve import roofline
+from minserve.config import Config
+from minserve.errors import ServerError, UsageError
+from minserve.kernels.interface import RouterConfig
+from minserve.models.decoder import Decoder
+from minserve.models.layers.router import Router
+from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
+from minserve.models.model_config import load_model_config
+from minserve.request import SamplingParams
+from minserve.runtime import assembly, kv_cache
+from minserve.runtime.assembly import Backend
+from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
+from minserve.runtime.kv_cache import KVPlan
+from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
+from minserve.runtime.scheduler import Limits
+from minserve.runtime.self_check import trace_kernels
+from minserve.runtime.startup import Timeline
+from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
+
+WARM_STEPS = 5
+REPEATS = 3
+GPU = roofline.H200
+"""Whose measured ceilings the floor stands for."""
+
+log = logging.getLogger("minserve.runtime")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One line of the table. Times in milliseconds."""
+
+    batch: int
+    mode: str
+    step: float
+    """Median over the repeats of the mean step, one step in flight while the next is prepared, as the engine runs them."""
+    spread: float
+    """(max - min) / median of the repeats."""
+    device: float | None
+    """A replay alone, or an eager forward, between two events."""
+    floor: float
+    share: float
+    """Floor over step."""
+    streams: int | None
+    kernels: int | None
+    """Launched by one step."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, measure, print. The last line of the output is JSON."""
+    options = _parse(arguments)
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    try:
+        report = _bench(options)
+    except ServerError as error:
+        sys.stderr.write(f"minserve: error: {error}\n")
+        return error.exit_code
+    _show(report)
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="minserve bench step", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", help="folder with a config.json, such as configs/shapes/qwen3-30b-a3b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128], help="requests in the step")
+    parser.add_argument("--context", type=int, default=1024, help="tokens in each request's cache")
+    parser.add_argument("--layers", type=int, help="only so many layers, where the whole model does not fit")
+    parser.add_argument("--steps", type=int, default=30, help="steps of one repeat")
+    parser.add_argument("--stack", default="auto", help="kernel stack")
+    parser.add_argument("--modes", nargs="+", choices=["eager", "graph"], default=["graph", "eager"])
+    parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap"], default=["overlap"], help="of graphs")
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--dtype", default="auto")
+    return parser.parse_args(arguments)
+
+
+def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = _with_layers(Path(options.model), options.layers, Path(folder))
+        config = Config(
+            model=str(directory),
+            load_format="dummy",
+            device=options.device,
+            dtype=options.dtype,
+            stack=options.stack,
+            max_num_seqs=max(options.batch),
+        )
+        raw = json.loads((directory / "config.json").read_text())
+        model_config = load_model_config(directory)
+        if options.context > model_config.max_position_embeddings:
+            raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
+        backend = assembly.choose_backend(config, model_config)
+        model, _ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"))
+    shape = roofline.shape_from_config(raw)
+    loaded = time.monotonic()
+    rows = []
+    hit: dict[int, float | None] = {}
+    for batch in options.batch:
+        runner = _runner(model, backend, config, batch, options.context)
+        step = _step(runner, options.context)
+        hit[batch] = _distinct_experts(runner, step)
+        floor = roofline.step_floor(shape, GPU, batch, options.context).seconds * 1e3
+        for mode in _modes(model, options):
+            rows.append(_measure(runner, step, mode, floor, options.steps))
+            log.info("%s", rows[-1])
+        del runner
+    return {
+        "bench": "step",
+        "model": options.model,
+        "layers": model_config.num_layers,
+        "context": options.context,
+        "stack": backend.kernels.name,
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU",
+        "floor_of": GPU.name,
+        "distinct_experts": hit,
+        "load_seconds": round(loaded - began, 1),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def _with_layers(source: Path, layers: int | None, folder: Path) -> Path:
+    """The folder itself, or a copy of its config.json with another number of layers. Raises UsageError when it has none."""
+    file = source / "config.json"
+    if not file.is_file():
+        raise UsageError(f"{source} has no config.json")
+    if layers is None:
+        return source
+    fields = json.loads(file.read_text()) | {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def _runner(model: Decoder, backend: Backend, config: Config, batch: int, context: int) -> ModelRunner:
+    pages_each = -(-context // config.page_size)
+    limits = Limits(
+        max_num_seqs=batch,
+        chunked_prefill_size=batch,
+        page_size=config.page_size,
+        num_pages=batch * pages_each,
+        max_model_len=pages_each * config.page_size,
+        vocab_size=model.config.vocab_size,
+    )
+    size = KVPlan(
+        num_pages=limits.num_pages,
+        page_size=config.page_size,
+        page_bytes=kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype),
+        max_model_len=limits.max_model_len,
+        limited_by="the benchmark",
+    )
+    cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
+    generator = torch.Generator(backend.device).manual_seed(0)
+    for layer in cache:
+        layer.normal_(generator=generator)
+    return ModelRunner(model, backend.kernels, cache, limits, backend.device)
+
+
+def _step(runner: ModelRunner, context: int) -> ScheduledStep:
+    """Every slot decodes at the same position, over pages in disorder."""
+    limits = runner.limits
+    pages = list(range(1, limits.num_pages + 1))
+    random.Random(0).shuffle(pages)
+    each = limits.num_pages // limits.max_num_seqs
+    setup = SlotSetup(SamplingParams(max_tokens=1, seed=0, temperature=0.0), [0])
+    rows = tuple(
+        ScheduledRow(
+            request_id=slot,
+            slot=slot,
+            start=context - 1,
+            num_tokens=1,
+            new_pages=tuple(pages[slot * each : (slot + 1) * each]),
+            samples=True,
+            setup=setup,
+        )
+        for slot in range(limits.max_num_seqs)
+    )
+    return ScheduledStep(number=1, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
+
+
+def _modes(model: Decoder, options: argparse.Namespace) -> Iterator[str]:
+    shared = model.config.moe is not None and model.config.moe.shared_intermediate_size > 0
+    for mode in options.modes:
+        if mode == "eager" or not shared:
+            yield mode
+        else:
+            yield from (f"graph {policy}" for policy in options.shared_expert)
+
+
+def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int) -> Measured:
+    batch = len(step.rows)
+    graphs = _capture(runner, mode, batch) if mode != "eager" else None
+    tokens, later = _random_tokens(runner), _settled(step)
+    _run(runner, later, tokens, WARM_STEPS)
+    times = [_run(runner, later, tokens, steps) for _ in range(REPEATS)]
+    median = statistics.median(times)
+    kernels = trace_kernels(lambda: graphs.replay(batch, "argmax")) if graphs is not None else []
+    device = _device_time(runner, later, graphs, steps)
+    if graphs is not None:
+        runner.graphs = None
+        graphs.destroy()
+    spread = (max(times) - min(times)) / median
+    return Measured(batch, mode, median, spread, device, floor, floor / median, len(set(kernels)) or None, len(kernels) or None)
+
+
+def _settled(step: ScheduledStep) -> ScheduledStep:
+    """The same step once the runner knows its slots and pages."""
+    rows = tuple(
+        ScheduledRow(request_id=row.request_id, slot=row.slot, start=row.start, num_tokens=1, table_offset=1, samples=True)
+        for row in step.rows
+    )
+    return ScheduledStep(number=2, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
+
+
+def _capture(runner: ModelRunner, mode: str, batch: int) -> DecodeGraphs[Sampled]:
+    policy: SharedExpertPolicy = "overlap" if mode == "graph overlap" else "serial"
+    model = runner.model
+    assert isinstance(model, Decoder)
+    model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
+    graphs = DecodeGraphs(runner.prepare_padding, [batch], CudaRecorder(runner.device), runner.kernels.forget_graphs)
+    graphs.capture()
+    runner.use_graphs(graphs)
+    return graphs
+
+
+def _random_tokens(runner: ModelRunner) -> Tensor:
+    """[16, slots + 1]: what the slots sampled last. New ones for each step, else random weights fall into a few tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (16, runner.limits.max_num_seqs + 1)
+    return torch.randint(0, runner.limits.vocab_size, shape, generator=generator).to(runner.device)
+
+
+def _run(runner: ModelRunner, step: ScheduledStep, tokens: Tensor, count: int) -> float:
+    """Milliseconds a step."""
+    _settle(runner.device)
+    began = time.perf_counter()
+    in_flight: InFlight | None = None
+    for number in range(count):
+        runner.sampler.last_tokens.copy_(tokens[number % len(tokens)])
+        launched = runner.launch(step)
+        if in_flight is not None:
+            in_flight.result()
+        in_flight = launched
+    if in_flight is not None:
+        in_flight.result()
+    return (time.perf_counter() - began) * 1e3 / count
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_time(runner: ModelRunner, step: ScheduledStep, graphs: DecodeGraphs[Sampled] | None, count: int) -> float | None:
+    """Milliseconds of a step on the device alone, without the copies and the planning around it; None on a CPU."""
+    if runner.device.type == "cpu":
+        return None
+    batch = runner.batches.to_device(runner.batches.stage(step, len(step.rows) if graphs is not None else None))
+    plan = runner.plan(batch)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.inference_mode():
+        begin.record()
+        for _ in range(count):
+            if graphs is not None:
+                graphs.replay(len(step.rows), "argmax")
+            else:
+                runner.forward_and_sample(batch, plan, "argmax")
+        end.record()
+    torch.cuda.synchronize(runner.device)
+    return float(begin.elapsed_time(end)) / count
+
+
+def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
+    """Experts hit in a layer, the mean over the layers; None without experts."""
+    counts: list[Tensor] = []
+    table = runner.kernels
+
+    def counting(logits: Tensor, bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
+        ids, weights = table.route(logits, bias, config)
+        counts.append(ids.unique().numel() * torch.ones(()))
+        return ids, weights
+
+    assert isinstance(runner.model, Decoder)
+    routers = [module for module in runner.model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.kernels = dataclasses.replace(table, route=counting)
+    runner.sampler.last_tokens.copy_(_random_tokens(runner)[0])
+    runner.launch(step).result()
+    for router in routers:
+        router.kernels = table
+    return round(float(torch.stack(counts).mean()), 1) if counts else None
+
+
+def _show(report: dict[str, Any]) -> None:
+    title = f"{report['model']}: decode step on {report['device']}, {report['stack']}, context {report['context']}"
+    table = Table(title=title, title_justify="left")
+    for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share", "kernels", "streams"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for row in report["rows"]:
+        device, kernels, streams = ("-" if row[name] is None else row[name] for name in ("device", "kernels", "streams"))
+        table.add_row(
+            str(row["batch"]),
+            row["mode"],
+            f"{row['step']:.3f}",
+            f"{row['spread']:.1%}",
+            device if device == "-" else f"{device:.3f}",
+            f"{row['floor']:.2f}",
+            f"{row['share']:.0%}",
+            str(kernels),
+            str(streams),
+        )
+    Console(file=sys.stdout, width=120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
