@@ -38,8 +38,6 @@ class Sampled(NamedTuple):
 
     tokens: Tensor
     """int64 [N]"""
-    finite: Tensor
-    """bool [N]: the row's numbers are numbers."""
     logits: Tensor
     """fp32 [N, vocab]"""
     hidden: Tensor
@@ -51,7 +49,7 @@ class _Outcome:
     """A step's results on their way to the host; readable once `done` has happened."""
 
     numbers: Tensor
-    """int64 [2 N + 1] on the host: tokens, finite flags, the sampler's count of broken rows so far."""
+    """int64 [2 N] on the host: tokens, then how often each row's logits were not finite since its request came."""
     logprobs: Logprobs | None
     """Of the sampling rows that asked, in their order."""
     scored: dict[int, list[Logprobs]]
@@ -108,7 +106,6 @@ class ModelRunner:
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
         self._general = [False] * limits.max_num_seqs
-        self._broken_rows = 0
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
     def launch(self, step: ScheduledStep) -> InFlight:
@@ -139,7 +136,7 @@ class ModelRunner:
             for index, (row, first) in enumerate(zip(step.rows, staged.query_starts, strict=True))
             if row.scored_ids
         }
-        numbers = torch.cat((sampled.tokens, sampled.finite.long(), self.sampler.nan_rows.view(1)))
+        numbers = torch.cat((sampled.tokens, self.sampler.broken_rows[batch.sample_slots]))
         return _Outcome(
             numbers=self._to_host(numbers),
             logprobs=self._sampled_logprobs(step, sampled),
@@ -189,11 +186,10 @@ class ModelRunner:
             wanted = hidden[batch.sample_index]
         if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
             nothing = batch.sample_slots
-            return Sampled(nothing, nothing.bool(), hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)
+            return Sampled(nothing, hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)
         logits = self.model.compute_logits(wanted)
         tokens = sample(logits, batch.sample_slots, self.sampler, variant)
-        finite = wanted.isfinite().all(dim=-1) & logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
-        return Sampled(tokens, finite, logits, hidden)
+        return Sampled(tokens, logits, hidden)
 
     def _set_up_slots(self, step: ScheduledStep) -> dict[int, str]:
         """Tell the sampler of new requests. One that it cannot serve runs on, unheard, until the scheduler drops it."""
@@ -201,6 +197,7 @@ class ModelRunner:
         for index, row in enumerate(step.rows):
             if row.setup is None:
                 continue
+            self.sampler.broken_rows[row.slot].zero_()
             try:
                 self.sampler.set_slot(row.slot, row.setup.sampling, row.setup.prompt_token_ids, ())
                 self._general[row.slot] = needs_general(row.setup.sampling)
@@ -261,23 +258,23 @@ class ModelRunner:
         if outcome.done is not None:
             outcome.done.synchronize()
         numbers = outcome.numbers.tolist()
-        num_sampling = (len(numbers) - 1) // 2
+        num_sampling = len(numbers) // 2
         logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
-        results, sampling = [], 0
+        results, sampling, nan_rows = [], 0, 0
         for index, row in enumerate(step.rows):
             error = outcome.refused.get(index)
             token_id, own = None, None
             if row.samples:
-                token_id, finite = numbers[sampling], numbers[num_sampling + sampling]
+                token_id, broken = numbers[sampling], numbers[num_sampling + sampling] > 0
                 sampling += 1
+                nan_rows += broken
                 own = _token_logprobs(token_id, next(logprobs), row.logprobs) if row.logprobs is not None else None
-                error = error or (None if finite else NOT_FINITE)
+                error = error or (NOT_FINITE if broken else None)
             scores = [entry for piece in outcome.scored.get(index, ()) for entry in _as_tuples(piece)]
             scored = tuple(
                 _token_logprobs(token, entry, row.scored_top) for token, entry in zip(row.scored_ids, scores, strict=True)
             )
             results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
-        nan_rows, self._broken_rows = numbers[-1] - self._broken_rows, numbers[-1]
         eager = step.num_decode_rows == len(step.rows) and outcome.graph_size is None
         if eager and not self._told_eager:
             self._told_eager = True

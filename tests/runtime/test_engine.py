@@ -110,6 +110,16 @@ def test_an_idle_engine_speaks_every_second_and_computes_nothing(start):
     assert running.model.forwards == 0
 
 
+def test_an_idle_engine_does_not_spin(start, monkeypatch):
+    calls = []
+    receive = FrontConnection.receive
+    monkeypatch.setattr(FrontConnection, "receive", lambda self, timeout: (calls.append(timeout), receive(self, timeout))[1])
+    running = start()
+    running.front.wait(lambda: len(running.front.messages) >= 3)
+    assert len(calls) <= 5
+    assert min(calls) > 0.2
+
+
 def test_an_idle_engine_wakes_at_once(start):
     running = start()
     waits = []

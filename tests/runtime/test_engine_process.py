@@ -137,6 +137,24 @@ def test_without_a_socket_it_says_how_engines_are_started(monkeypatch, capsys):
     assert "minserve launch" in capsys.readouterr().err
 
 
+def test_the_front_is_watched_from_before_the_start_to_the_end(monkeypatch):
+    events = []
+
+    class Watched:
+        def leave_with_front(self):
+            events.append("watch")
+
+        def leave_alone(self):
+            events.append("alone")
+
+    monkeypatch.setattr(signal, "signal", lambda number, action: events.append((number, action)))
+    monkeypatch.setattr(FrontConnection, "inherited", classmethod(lambda *_: Watched()))
+    monkeypatch.setattr(engine_module, "serve", lambda _: events.append("serve") or 5)
+    assert engine_module.main() == 5
+    assert events[:2] == [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
+    assert events[2:] == ["watch", "serve", "alone"]
+
+
 def test_the_front_leaves_while_a_step_runs(tiny_dir):
     with EngineProcess(config(tiny_dir("qwen3_moe"))) as engine:
         engine.wait_until_ready()
