@@ -21,6 +21,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output's text must match, from its first token or from the end of its reasoning on."""
+
+    text: str
+    """In llguidance's dialect of Lark."""
+    starts_after: str = ""
+    """The text that ends the reasoning, such as `</think>`; until then the output is free. Empty: there is no reasoning."""
+    opened_by: int | None = None
+    """The one token that, as the output's first, begins the reasoning; with any other the grammar holds at once. None where
+    `starts_after` says that there is a reasoning: the prompt has begun it."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the next token. Every value is already validated and resolved by the front.
 
@@ -47,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of top alternatives to report beside each sampled token; 0 reports the token alone, None nothing."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first; such a request bypasses the prefix cache."""
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -67,7 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`time.monotonic()` of the front, seconds; the clock is shared by all processes of a host."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position, from the model's unmodified logits.
 
     `top_ids` and `top_logprobs` are sorted from the likeliest down. Where the token itself is among them its value there
@@ -82,7 +95,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...]
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step produced for one request."""
 
     request_id: int
@@ -99,3 +112,5 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Prompt tokens found in the prefix cache; told with the first output."""
     queue_seconds: float | None = None
     """From arrival to the first step that held the request; told with the first output."""
+    is_bad_request: bool = False
+    """With `error`: the request itself is at fault, such as by a grammar that cannot be followed."""

@@ -48,6 +48,8 @@ class AnswerReader:
         """Set when a call began beyond the one that is allowed; nothing after it is handed out."""
         self.reasoned = False
         """Whether the text of the last push belonged to the reasoning, its tags included; as far as is known."""
+        self.all_content = calls is None and (reasoning is None or reasoning.over)
+        """Further text is content as it comes; it need not be pushed."""
 
     def push(self, text: str) -> list[Part]:
         """What is certain now. No part is empty."""
@@ -57,6 +59,7 @@ class AnswerReader:
         was_thinking = parser.thinking
         reasoning, content = parser.push(text)
         self.reasoned = was_thinking or parser.thinking or bool(reasoning)
+        self.all_content = self._calls is None and parser.over
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
         if content:
             parts += self._content(content)

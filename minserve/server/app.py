@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -114,6 +115,8 @@ async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
         model = front.become_ready(tokenizer, await starting)
     finally:
         starting.cancel()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: the collector need not walk over it again and again while tokens come
     log.info("ready: %s, context of %d tokens, at %s", model.facts.name, model.facts.context_length, url)
     example = '{"messages": [{"role": "user", "content": "What is 23 + 58?"}]}'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if front.config.api_key else ""

@@ -17,10 +17,10 @@ class Piece(NamedTuple):
     """What is new in a choice. Neither text nor anything aside it only at its end."""
 
     text: str
-    token_ids: list[int]
-    """New tokens since the last piece, those whose text is still held back included."""
-    logprobs: list[TokenLogprobs]
-    offsets: list[int]
+    token_ids: Sequence[int]
+    """New tokens since the last piece, those whose text is still held back included; none when nobody asked for them."""
+    logprobs: Sequence[TokenLogprobs]
+    offsets: Sequence[int]
     """For each log-probability: characters of output text before its token."""
     finish_reason: str | None = None
     aside: Sequence[Reasoning | CallDelta] = ()
@@ -48,7 +48,10 @@ class Choice:
             skip = options.skip_special_tokens
             self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
         self._num_characters = 0
-        self._pending = Piece("", [], [], [])
+        self._plain = options.engine_logprobs is None and not options.return_token_ids
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._offsets: list[int] = []
         self.num_tokens = 0
         """Output tokens that count: none after a stop string."""
         self.finish_reason: str | None = None
@@ -77,8 +80,11 @@ class Choice:
         made: list[Piece] = []
         hidden = self._hidden_token(output)
         for number, token_id in enumerate(output.token_ids):
-            self._note(token_id, output.logprobs[number] if output.logprobs else None)
-            text = self._text.push((token_id,)) if number != hidden else ""
+            if self._plain:
+                self.num_tokens += 1
+            else:
+                self._note(token_id, output.logprobs[number] if output.logprobs else None)
+            text = self._text.push_token(token_id) if number != hidden else ""
             if self._text.stopped is not None:
                 self.stopped_early = output.finish_reason is None
                 made.append(self._end(text, "stop"))
@@ -99,18 +105,18 @@ class Choice:
 
     def _note(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self.num_tokens += 1
-        self._pending.token_ids.append(token_id)
+        self._token_ids.append(token_id)
         if logprobs is not None and self._offset_text is not None:
-            self._pending.logprobs.append(logprobs)
-            self._pending.offsets.append(self._num_characters)
+            self._logprobs.append(logprobs)
+            self._offsets.append(self._num_characters)
             self._num_characters += len(self._offset_text.push(token_id))
             self.sum_logprobs += logprobs.logprob
 
     def _end(self, text: str, reason: str) -> Piece:
         if self._text.stopped is not None:
             surplus = self.num_tokens - self._text.stopped.num_tokens
-            for entries in self._pending[1:4] if surplus else ():
-                del entries[-surplus:]
+            if surplus:
+                del self._token_ids[-surplus:], self._logprobs[-surplus:], self._offsets[-surplus:]
             self.num_tokens -= surplus
         aside = self._text.take_aside()
         called = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
@@ -120,6 +126,10 @@ class Choice:
         return self._take(text, reason, aside)
 
     def _take(self, text: str, finish_reason: str | None, aside: Sequence[Reasoning | CallDelta]) -> Piece:
-        self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
-        pending, self._pending = self._pending, Piece("", [], [], [])
-        return Piece(text, pending.token_ids, pending.logprobs, pending.offsets, finish_reason, aside)
+        if aside:
+            self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
+        if self._plain:
+            return Piece(text, (), (), (), finish_reason, aside)
+        piece = Piece(text, self._token_ids, self._logprobs, self._offsets, finish_reason, aside)
+        self._token_ids, self._logprobs, self._offsets = [], [], []
+        return piece

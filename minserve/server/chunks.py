@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -60,6 +60,9 @@ class ChunkWriter:
         self._head = b"data: " + _encode(head)[:-1]
         self._opens: dict[int, bytes] = {}
         self._plain = options.logprobs is None and not options.return_token_ids
+        self._text_opens: dict[int, bytes] = {}
+        self._text_close = shape.text_close + b',"logprobs":null,"finish_reason":null}]'
+        self._text_close += b',"usage":null}\n\n' if options.include_usage else b"}\n\n"
 
     def opening(self, index: int, prompt_ids: list[int]) -> bytes:
         """The chat's role chunk; for completions nothing, unless there is something to say before the first token."""
@@ -77,6 +80,8 @@ class ChunkWriter:
 
     def piece(self, index: int, piece: Piece, offset: int) -> bytes:
         """What is new and, at the end of a choice, its last chunk. `offset`: characters echoed before the answer."""
+        if self._plain and piece.text and not piece.aside and piece.finish_reason is None and not self._options.continuous_usage:
+            return self._text_open(index) + _encode(piece.text) + self._text_close
         made = b""
         extras = (b"null", b"") if self._plain else self._extras(piece, offset)
         contents = [_reasoning(part) for part in piece.aside if isinstance(part, Reasoning)]
@@ -100,6 +105,13 @@ class ChunkWriter:
         """Told in the stream, since the status has been sent; no end mark follows."""
         return b"data: " + error.body() + b"\n\n"
 
+    def _text_open(self, index: int) -> bytes:
+        """All of a chunk that comes before a piece of text."""
+        opened = self._text_opens.get(index)
+        if opened is None:
+            opened = self._text_opens[index] = self._head + b',"choices":[{"index":%d,' % index + self._shape.text_open
+        return opened
+
     def _chunk(
         self, index: int, content: bytes, logprobs: bytes, finish_reason: bytes, in_choice: bytes, beside: bytes = b""
     ) -> bytes:
@@ -120,7 +132,7 @@ class ChunkWriter:
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._options.return_token_ids else b""
         return _encode(self._shown(piece.logprobs, piece.offsets, offset)), ids
 
-    def _shown(self, entries: list[TokenLogprobs], offsets: list[int], offset: int) -> dict[str, Any] | None:
+    def _shown(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int], offset: int) -> dict[str, Any] | None:
         number = self._options.logprobs
         if number is None or not entries:
             return None

@@ -35,6 +35,7 @@ class Detokenizer:
         self._pieces = pieces
         self._skipped = pieces.special - shown if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._in_character = False
         self._byte_run = bytearray()
         self._at_first_token = not continues_text
         character, count = pieces.text_start_strip
@@ -45,7 +46,12 @@ class Detokenizer:
         if token_id in self._skipped or not 0 <= token_id < len(self._pieces.pieces):
             return ""
         if self._pieces.kind == "bytes":
-            return self._utf8.decode(self._pieces.piece(token_id))
+            piece = self._pieces.pieces[token_id]
+            if not self._in_character and piece.isascii():
+                return piece.decode("ascii")
+            text = self._utf8.decode(piece)
+            self._in_character = bool(self._utf8.getstate()[0])
+            return text
         if token_id in self._pieces.byte_tokens:
             self._at_first_token = False
             self._byte_run += self._pieces.piece(token_id)
@@ -221,15 +227,19 @@ class TextStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text to send now, possibly empty: never a part of a stop string, never half a character."""
-        sendable: list[str] = []
-        for token_id in token_ids:
-            if self.stopped is not None:
-                break
-            self._num_tokens += 1
-            text = self._detokenizer.push(token_id)
-            if text:
-                sendable.append(self._check(text) if self._reader is None else self._read(self._reader, text))
-        return "".join(sendable)
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        """The same for one token."""
+        if self.stopped is not None:
+            return ""
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if not text:
+            return ""
+        if self._reader is None or self._reader.all_content:
+            return text if self._checker is None else self._check(text)
+        return self._read(self._reader, text)
 
     def take_aside(self) -> list[Reasoning | CallDelta]:
         """What was read since the last call and is not content."""

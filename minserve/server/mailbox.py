@@ -31,7 +31,8 @@ class Mailbox:
         if self._num_tokens > self._limit and self.on_overflow is not None:
             callback, self.on_overflow = self.on_overflow, None
             callback()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: ApiError) -> None:
         """Nothing more will come. Outputs that came before are still handed out."""
@@ -45,6 +46,7 @@ class Mailbox:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            self._waiter = None
         items, self._items = self._items, []
         self._num_tokens = 0
         return items

@@ -75,6 +75,11 @@ class ReasoningParser:
         """Whether the next text belongs to the reasoning, as far as is known."""
         return self._phase is _Phase.INSIDE or (self._phase is _Phase.OPENING and self._start is AnswerStart.INSIDE)
 
+    @property
+    def over(self) -> bool:
+        """Whether all further text is content."""
+        return self._phase is _Phase.CONTENT
+
     def push(self, text: str) -> tuple[str, str]:
         """New reasoning and new content that are certain; either may be empty."""
         if self._phase is _Phase.CONTENT:

@@ -1,0 +1,246 @@
+"""How much of HTTP's own speed the front keeps: streamed tokens beside a bare aiohttp handler that writes the same bytes.
+
+`python -m tools.front_ceiling [--workers 1 2 4]` starts the server with its mock engine, the bare handler as a process of its
+own, and reads streams from both with plain sockets. Costs are CPU time of the serving processes, which other work on the machine
+hardly changes; wall-clock rates are given beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import psutil
+from aiohttp import web
+
+PROMPT = {"messages": [{"role": "user", "content": "What is 23 + 58?"}], "stream": True, "ignore_eos": True}
+STREAMS = {1: 6000, 64: 1000, 256: 250}
+"""Streams at once, and tokens of each."""
+PACED_STREAMS, PACED_RATE, PACED_TOKENS = 256, 50.0, 150
+FIRST_BYTES = 200
+REPEATS = 3
+END = b"0\r\n\r\n"
+"""The last chunk of an HTTP body."""
+
+
+class Cost(NamedTuple):
+    """Of one way of serving at one number of streams."""
+
+    cpu_seconds: float
+    """Per token, of the processes that speak HTTP."""
+    tokens_per_second: float
+
+    @property
+    def per_core(self) -> float:
+        """Tokens that one whole core would stream in a second."""
+        return 1.0 / self.cpu_seconds
+
+
+class Server:
+    """A serving process group on a port."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.port = port
+        self._process = process
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes but the engine."""
+        total = 0.0
+        main = psutil.Process(self._process.pid)
+        for process in (main, *main.children()):
+            if not any("mock_engine" in word for word in process.cmdline()):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+def request(port: int, max_tokens: int) -> bytes:
+    body = json.dumps({**PROMPT, "max_tokens": max_tokens}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n" % port
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def connect(port: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
+
+
+def stream(server: Server, num_streams: int, max_tokens: int) -> Cost:
+    """Reads that many streams to their ends."""
+    clients = [connect(server.port) for _ in range(num_streams)]
+    with selectors.DefaultSelector() as selector:
+        spent, began = server.cpu_seconds(), time.monotonic()
+        for client in clients:
+            client.sendall(request(server.port, max_tokens))
+            selector.register(client, selectors.EVENT_READ)
+        left = num_streams
+        while left:
+            for key, _ in selector.select():
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                data = connection.recv(1 << 18)
+                if not data:
+                    raise ConnectionError("a stream ended too early")
+                if data.endswith(END):
+                    selector.unregister(connection)
+                    left -= 1
+        seconds, spent = time.monotonic() - began, server.cpu_seconds() - spent
+    for client in clients:
+        client.close()
+    tokens = num_streams * max_tokens
+    return Cost(spent / tokens, tokens / seconds)
+
+
+def read_whole(port: int, max_tokens: int) -> bytes:
+    with connect(port) as client:
+        client.sendall(request(port, max_tokens))
+        data = b""
+        while not data.endswith(END):
+            data += client.recv(1 << 16)
+        return data
+
+
+def first_byte_seconds(port: int) -> float:
+    """Median from sending a request to the first byte of its answer, on one connection."""
+    times = []
+    with connect(port) as client:
+        for _ in range(FIRST_BYTES):
+            began = time.perf_counter()
+            client.sendall(request(port, 1))
+            data = client.recv(1 << 16)
+            times.append(time.perf_counter() - began)
+            while not data.endswith(END):
+                data += client.recv(1 << 16)
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def minserve(workers: int, rate: float, max_num_seqs: int) -> Iterator[Server]:
+    words = ["--port", "0", "--mock-engine", str(rate), "--front-workers", str(workers), "--max-num-seqs", str(max_num_seqs)]
+    with _process([sys.executable, "-m", "minserve", "launch", *words], r"listening on http://\S+?:(\d+)") as server:
+        deadline = time.monotonic() + 60
+        ready_in_a_row = 0
+        while ready_in_a_row < 10 * workers:  # each connection may meet another worker
+            with connect(server.port) as client:
+                client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+                ready_in_a_row = ready_in_a_row + 1 if b" 200 " in client.recv(100) else 0
+            if time.monotonic() > deadline:
+                raise TimeoutError("the server did not become ready")
+            time.sleep(0.01)
+        yield server
+
+
+@contextlib.contextmanager
+def bare(event: bytes, rate: float) -> Iterator[Server]:
+    words = [sys.executable, "-m", "tools.front_ceiling", "--bare", event.hex(), "--rate", str(rate)]
+    with _process(words, r"port (\d+)") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _process(words: list[str], port_pattern: str) -> Iterator[Server]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            found = re.search(port_pattern, line.decode())
+            if found is not None:
+                yield Server(process, int(found.group(1)))
+                break
+        else:
+            raise ChildProcessError(f"{' '.join(words)} ended with {process.wait()}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+
+
+async def serve_bare(event: bytes, rate: float) -> None:
+    """Writes a ready-made event for each token, as fast as the client takes them, or at the pace of a common step."""
+    step: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def handle(incoming: web.BaseRequest) -> web.StreamResponse:
+        tokens = int(json.loads(await incoming.read())["max_tokens"])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(incoming)
+        for _ in range(tokens):
+            if rate:
+                await asyncio.shield(step)
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    runner = web.ServerRunner(web.Server(handle))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+    await site.start()
+    sys.stdout.write(f"port {runner.addresses[0][1]}\n")
+    while True:
+        await asyncio.sleep(1 / rate if rate else 3600)
+        reached, step = step, asyncio.get_running_loop().create_future()
+        reached.set_result(None)
+
+
+def best(server: Server, num_streams: int, max_tokens: int) -> Cost:
+    """The median of some repeats, after one to warm up."""
+    stream(server, num_streams, max(1, max_tokens // 10))
+    costs = [stream(server, num_streams, max_tokens) for _ in range(REPEATS)]
+    return sorted(costs)[REPEATS // 2]
+
+
+def line(name: str, ours: Cost, theirs: Cost) -> str:
+    def told(cost: Cost) -> str:
+        return f"{cost.cpu_seconds * 1e6:5.1f} us a token, {cost.per_core:7.0f}/s a core ({cost.tokens_per_second:7.0f}/s seen)"
+
+    ratio = theirs.cpu_seconds / ours.cpu_seconds
+    return f"  {name:26} front {told(ours)}   bare {told(theirs)}   ratio {ratio:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve_bare(bytes.fromhex(arguments.bare), arguments.rate))
+        return
+    with minserve(1, 0, 8) as server:
+        found = re.search(rb'data: [^\n]*"content":"[^"]+"[^\n]*\n\n', read_whole(server.port, 8))
+        assert found is not None
+        event = found[0]
+        ours_first = first_byte_seconds(server.port)
+    with bare(event, 0) as server:
+        theirs_first = first_byte_seconds(server.port)
+        free = {number: best(server, number, tokens) for number, tokens in STREAMS.items()}
+    with bare(event, PACED_RATE) as server:
+        paced = best(server, PACED_STREAMS, PACED_TOKENS)
+    say = sys.stdout.write
+    say(f"time to first byte, median: front {ours_first * 1e3:.2f} ms, bare {theirs_first * 1e3:.2f} ms\n")
+    for workers in arguments.workers:
+        say(f"{workers} front worker{'s' if workers > 1 else ''}; an event has {len(event)} bytes\n")
+        with minserve(workers, 0, max(STREAMS)) as server:
+            for number, tokens in STREAMS.items():
+                say(line(f"{number} streams", best(server, number, tokens), free[number]) + "\n")
+        with minserve(workers, PACED_RATE, PACED_STREAMS) as server:
+            name = f"{PACED_STREAMS} streams, {1000 / PACED_RATE:.0f} ms steps"
+            say(line(name, best(server, PACED_STREAMS, PACED_TOKENS), paced) + "\n")
+
+
+if __name__ == "__main__":
+    main()
