@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,8 +31,6 @@ app.add_typer(evaluations, name="eval")
 benches = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(benches, name="bench")
 _DEFAULTS = Settings()
-CHECK_MODULE = "minserve.models.check"
-
 log = logging.getLogger("minserve.cli")
 
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
@@ -120,13 +117,10 @@ def check(
     write_manifest: Annotated[Path | None, typer.Option(help="write every tensor's checksum to this file")] = None,
 ) -> None:
     """Prove a checkpoint whole without loading it: files, index, names and shapes, checksums; exit code 4 on any gap."""
-    settings = Config(model=model)
-    words = [str(model_directory(settings))]
+    words = [str(model_directory(Config(model=model)))]
     for flag, path in (("--manifest", manifest), ("--write-manifest", write_manifest)):
         words += [] if path is None else [flag, str(path)]
-    # A process of its own, because the proof builds the model and this one does without torch.
-    child = subprocess.run([sys.executable, "-P", "-m", CHECK_MODULE, *words], env=launch.engine_environment(settings))
-    raise typer.Exit(child.returncode if child.returncode >= 0 else ExitCode.INTERNAL)
+    raise typer.Exit(launch.run_module("minserve.models.check", words))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from minserve import hub
 from minserve.errors import CheckpointError, UsageError
 
 EMBEDDED_MODEL = "embedded"
@@ -128,12 +129,15 @@ def flag_name(field: str) -> str:
 
 
 def model_directory(config: Config) -> Path:
-    """Where the checkpoint lies. Raises CheckpointError when that is no directory with a config.json."""
+    """Where the checkpoint lies; a name of the Hub (`org/name`) that is no directory is looked for there.
+
+    Raises CheckpointError when that is no directory with a config.json.
+    """
     path = EMBEDDED_DIRECTORY if config.model == EMBEDDED_MODEL else Path(config.model).expanduser()
+    if not path.exists() and hub.is_repo_id(config.model):
+        path = hub.snapshot(config.model)
     if not path.exists():
-        raise CheckpointError(
-            f"model {config.model!r}: no such directory; give the path of a checkpoint (models are not fetched by name)"
-        )
+        raise CheckpointError(f"model {config.model!r}: no such directory; give a checkpoint's path or a Hub name (org/name)")
     if not path.is_dir():
         raise CheckpointError(f"model {config.model!r} is a file; give the directory that holds its config.json")
     if not (path / "config.json").is_file():

@@ -38,7 +38,7 @@ class Flag:
 
 
 FLAGS = (
-    Flag("model", "checkpoint directory; also the positional argument; without it the embedded model", ("model-path",)),
+    Flag("model", "checkpoint directory or Hub name (org/name); positional too; without it the embedded model", ("model-path",)),
     Flag("tokenizer", "directory of the tokenizer, when it is not the checkpoint's", ("tokenizer-path",)),
     Flag("served_model_name", "names that clients may use; default: the model as given"),
     Flag("load_format", "dummy: random weights, no checkpoint data is read"),

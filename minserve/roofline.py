@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 FP8_BLOCK = 128
+INT4_GROUP = 32
+
+Stored = Literal["plain", "fp8", "int4"]
+"""How matrices lie in memory: the compute type, FP8 in blocks of 128 x 128 or INT4 in groups of 32, scales included."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +65,11 @@ class ModelShape:
     """Whole width of the shared expert, 0 for none."""
     shared_gate: bool
     correction_bias: bool
-    fp8: bool
-    """Linear layers and experts in FP8 blocks; embeddings, head, router and norms stay at two bytes."""
+    linears: Stored
+    """Linear layers outside the routed experts; embeddings, head and norms are plain, the router fp32."""
+    experts: Stored
+    element_bytes: int
+    """Of a plain parameter."""
 
     @property
     def mla(self) -> bool:
@@ -91,7 +98,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         dense_only = set(text.get("mlp_only_layers") or ())
         sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
     model_type = str(text.get("model_type", ""))
-    quantization = text.get("quantization_config") or config.get("quantization_config") or {}
+    method = (text.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method")
+    fp8 = method == "fp8"
     heads = int(text["num_attention_heads"])
     return ModelShape(
         hidden=int(text["hidden_size"]),
@@ -116,7 +124,10 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         shared_intermediate=shared,
         shared_gate=model_type == "qwen2_moe",
         correction_bias=text.get("topk_method") == "noaux_tc",
-        fp8=quantization.get("quant_method") == "fp8",
+        linears="fp8" if fp8 else "plain",
+        # A block that spans gate and up rows has no scale of its own. Releases in INT4 quantise the routed experts alone.
+        experts="fp8" if fp8 and expert_width % FP8_BLOCK == 0 else "int4" if method == "compressed-tensors" else "plain",
+        element_bytes=4 if (text.get("dtype") or text.get("torch_dtype")) == "float32" else 2,
     )
 
 
@@ -148,20 +159,20 @@ def parameters(m: ModelShape) -> dict[str, int]:
     }
 
 
-def linear_weight_bytes(m: ModelShape) -> float:
-    """Bytes of one parameter of a linear layer, its share of the block scale included."""
-    return 1 + 4 / FP8_BLOCK**2 if m.fp8 else 2.0
+def parameter_bytes(m: ModelShape, stored: Stored) -> float:
+    """Bytes of one parameter of a matrix, its share of the scales included."""
+    if stored == "fp8":
+        return 1 + 4 / FP8_BLOCK**2
+    return 0.5 + m.element_bytes / INT4_GROUP if stored == "int4" else float(m.element_bytes)
 
 
 def weight_bytes(m: ModelShape) -> dict[str, float]:
-    """Bytes on the device by part. `kv_b_proj` counts twice its bf16 size where FP8 keeps none of it: absorbed halves only."""
-    counts = parameters(m)
-    linear = linear_weight_bytes(m)
+    """Bytes in memory by part, of all experts. MLA's kv_b_proj is plain whatever the rest is, since it is absorbed."""
+    plain, linear = parameter_bytes(m, "plain"), parameter_bytes(m, m.linears)
     attention = attention_parameters(m)
-    per_layer = attention["linear"] * linear + (attention["kv_up"] + attention["other"]) * 2
-    factor = {"dense_mlp": linear, "routed_experts": linear, "shared_expert": linear}
-    sizes = {part: count * factor.get(part, 2.0) for part, count in counts.items()}
-    sizes["attention"] = m.num_layers * per_layer
+    factor = {"dense_mlp": linear, "shared_expert": linear, "routed_experts": parameter_bytes(m, m.experts), "router": 4.0}
+    sizes = {part: count * factor.get(part, plain) for part, count in parameters(m).items()}
+    sizes["attention"] = m.num_layers * (attention["linear"] * linear + (attention["kv_up"] + attention["other"]) * plain)
     return sizes
 
 
@@ -209,7 +220,7 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
     Weights are read once, of the routed experts only those hit (uniform routing over all ranks' tokens), the KV cache once.
     Under expert parallelism FP8 dispatch (one byte) and bf16 combine (two) carry each token to the ranks of its experts.
     """
-    linear = linear_weight_bytes(m)
+    linear, routed = parameter_bytes(m, m.linears), parameter_bytes(m, m.experts)
     attention = attention_parameters(m)
     attention_bytes = m.num_layers * (attention["linear"] * linear + attention["kv_up"] * 2)
     attention_macs = m.num_layers * (attention["linear"] + attention["kv_up"])
@@ -217,7 +228,8 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
     expert = 3 * m.hidden * m.expert_intermediate
     hit = distinct_experts(m.num_experts, m.top_k, batch * ep_size) / ep_size
     counts = parameters(m)
-    rate = gpu.fp8_rate if m.fp8 else gpu.bf16_rate
+    rate, expert_rate = (gpu.fp8_rate if stored == "fp8" else gpu.bf16_rate for stored in (m.linears, m.experts))
+    chosen = batch * m.top_k * m.num_sparse_layers * expert
 
     def part(size: float, macs: float, matrix_rate: float) -> PartCost:
         return PartCost(size, 2 * macs, max(size / gpu.bandwidth, 2 * macs / matrix_rate))
@@ -231,7 +243,7 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
             gpu.bf16_rate,
         ),
         "router": part(counts["router"] * 2, batch * counts["router"], gpu.bf16_rate),
-        "routed_experts": part(m.num_sparse_layers * hit * expert * linear, batch * m.top_k * m.num_sparse_layers * expert, rate),
+        "routed_experts": part(m.num_sparse_layers * hit * expert * routed, chosen, expert_rate),
         "shared_expert": part(counts["shared_expert"] * linear, batch * counts["shared_expert"], rate),
         "dense_mlp": part(counts["dense_mlp"] * linear, batch * counts["dense_mlp"], rate),
         "lm_head": part(head * 2, batch * head, gpu.bf16_rate),

@@ -1,0 +1,227 @@
+"""Will it fit: what each rank's memory holds and how fast a step can be, from a checkpoint's config.json alone.
+
+Knows no torch, no device and no weights. Weights and KV cache are counted exactly; buffers are estimates, and are called so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minserve.config import Config
+from minserve.errors import CheckpointError, UsageError
+from minserve.roofline import GPUS, Gpu, ModelShape, kv_bytes_per_token, parameters, shape_from_config, step_floor, weight_bytes
+
+FLOOR_BATCHES = (1, 8, 32, 128, 256)
+FLOOR_CONTEXT = 1024
+MAX_RANKS = 64
+DISPATCH_TOKENS = 128
+"""Tokens a rank that one low-latency dispatch can carry at least."""
+
+_CONTEXT_BYTES = 1.0e9
+"""CUDA context, kernel code, cuBLAS and vendor libraries' workspaces."""
+_GRAPH_BYTES = 16e6
+"""The driver's memory for one captured graph."""
+_CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What the plan is made for; the words are launch's flags."""
+
+    gpu: Gpu = GPUS["h200"]
+    ep_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = Config().max_num_seqs
+    chunked_prefill_size: int = Config().chunked_prefill_size
+    page_size: int = Config().page_size
+    gpu_memory_utilization: float = Config().gpu_memory_utilization
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's memory in bytes, and the floor of its steps. All ranks hold the same amounts."""
+
+    model: str
+    gpu: str
+    ep_size: int
+    parameters: int
+    """Of the whole model."""
+    usable: float
+    """The GPU's memory times --gpu-memory-utilization."""
+    weights: dict[str, float]
+    buffers: dict[str, float]
+    """Estimates."""
+    kv_bytes_per_token: float
+    kv_tokens: int
+    """That fit into what weights and buffers leave; 0 when nothing is left."""
+    max_model_len: int
+    floors: dict[int, float]
+    """Batch a rank to the least milliseconds of a decode step at 1,024 tokens of context."""
+    fits: bool
+    verdict: str
+    notes: tuple[str, ...]
+
+    @property
+    def kv_cache(self) -> float:
+        return max(0.0, self.usable - sum(self.weights.values()) - sum(self.buffers.values()))
+
+
+def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """config.json of a directory (or that file itself), and what the index beside it says. CheckpointError when unreadable."""
+    directory = model.parent if model.name == "config.json" else model
+    config = _read_object(directory / "config.json")
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return config, ()
+    listed = _read_object(index)
+    files, size = listed.get("weight_map"), listed.get("metadata")
+    total = size.get("total_size") if isinstance(size, dict) else None
+    count = len(set(files.values())) if isinstance(files, dict) else 0
+    said = f", {total / 1e9:,.1f} GB" if isinstance(total, int | float) else ""
+    return config, (f"the index lists {count:,} files{said} (with what a text server leaves on disk)",)
+
+
+def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: tuple[str, ...] = ()) -> Plan:
+    """UsageError for settings that the model does not have, CheckpointError for a config that lacks a field."""
+    try:
+        shape = shape_from_config(config)
+        longest = _longest_context(config.get("text_config") or config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{model}: config.json: {error} is missing or of the wrong kind") from error
+    if shape.experts == "int4":
+        notes += ("INT4 experts are counted as INT4; a kernel stack that cannot read them widens them to 16 bits",)
+    plan = _measure(shape, model, settings, longest, notes)
+    return plan if plan.fits else dataclasses.replace(plan, verdict=_what_to_move(shape, plan, settings, longest))
+
+
+def _longest_context(text: Mapping[str, Any]) -> int:
+    """max_position_embeddings, or what YaRN stretches the original context to where that is more."""
+    rope, known = text.get("rope_parameters") or text.get("rope_scaling") or {}, int(text["max_position_embeddings"])
+    yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+    return max(known, int(rope.get("factor", 1.0) * rope.get("original_max_position_embeddings", known))) if yarn else known
+
+
+def _measure(shape: ModelShape, model: str, settings: Settings, longest: int, notes: tuple[str, ...]) -> Plan:
+    ep_size, experts, wanted = settings.ep_size, shape.num_experts, settings.max_model_len
+    if ep_size < 1 or (ep_size > 1 and (not experts or experts % ep_size)):
+        legal = ", ".join(str(size) for size in range(1, MAX_RANKS + 1) if experts and experts % size == 0) or "1"
+        raise UsageError(f"--ep-size {ep_size} does not divide the model's {experts} experts; possible: {legal}")
+    if wanted is not None and wanted > longest:
+        raise UsageError(f"--max-model-len {wanted} is more than the model's max_position_embeddings of {longest}")
+    weights = {part: size for part, size in weight_bytes(shape).items() if size}
+    if "routed_experts" in weights:
+        weights["routed_experts"] /= ep_size
+    buffers = buffer_bytes(shape, settings)
+    usable = settings.gpu.memory_bytes * settings.gpu_memory_utilization
+    per_token = kv_bytes_per_token(shape, shape.element_bytes)
+    left = usable - sum(weights.values()) - sum(buffers.values())
+    pages = max(0, int(left // (per_token * settings.page_size)) - 1)  # one more is the dummy page of padded rows
+    tokens = pages * settings.page_size
+    length = wanted or min(longest, tokens)
+    at_once = min(settings.max_num_seqs, tokens // length) if length else 0
+    requests = f"{at_once:,} request{'' if at_once == 1 else 's'} of {length:,} tokens"
+    return Plan(
+        model=model,
+        gpu=settings.gpu.name,
+        ep_size=ep_size,
+        parameters=sum(parameters(shape).values()),
+        usable=usable,
+        weights=weights,
+        buffers=buffers,
+        kv_bytes_per_token=per_token,
+        kv_tokens=tokens,
+        max_model_len=length,
+        floors={b: step_floor(shape, settings.gpu, b, FLOOR_CONTEXT, ep_size).seconds * 1e3 for b in FLOOR_BATCHES},
+        fits=length >= 2 and tokens >= length,
+        verdict=f"fits: the KV cache of a rank holds {tokens:,} tokens, {requests} at once",
+        notes=notes,
+    )
+
+
+def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
+    """Estimates of what is neither weights nor cache: the largest step's tensors, graphs, communication, the context."""
+    tokens, size = max(settings.chunked_prefill_size, settings.max_num_seqs), m.element_bytes
+    widest = max(m.dense_intermediate, m.shared_intermediate, m.heads * max(m.head_dim, m.nope + m.rope))
+    rows = tokens * m.top_k * (2 * m.hidden + 3 * m.expert_intermediate)  # permuted in and out, gate, up, product
+    # fp32 logits, and what sorting them takes: values, and indices of eight bytes, twice.
+    logits = settings.max_num_seqs * m.vocab * (4 + 2 * (4 + 8))
+    captured = [batch for batch in _CAPTURED if batch < settings.max_num_seqs] + [settings.max_num_seqs]
+    share = captured[-1] / tokens
+    step = (rows + tokens * (6 * m.hidden + 3 * widest)) * size
+    buffers = {"step": step + logits, "graphs": step * share + _GRAPH_BYTES * len(captured), "context": _CONTEXT_BYTES}
+    if settings.ep_size > 1:
+        # DeepEP low-latency: dispatch and combine, sent and received, in two sets used in turn.
+        message = max(DISPATCH_TOKENS, settings.max_num_seqs) * (2 * m.hidden + 16)
+        buffers["communication"] = 2.0 * 2.0 * m.num_experts * message
+    return buffers
+
+
+def _what_to_move(shape: ModelShape, plan: Plan, settings: Settings, longest: int) -> str:
+    """One sentence: why it does not fit, and which flag to move which way."""
+
+    def fitting(**changes: Any) -> Plan | None:
+        tried = _measure(shape, plan.model, dataclasses.replace(settings, **changes), longest, ())
+        return tried if tried.fits else None
+
+    missing = sum(plan.weights.values()) + sum(plan.buffers.values()) - plan.usable
+    if plan.kv_tokens:
+        cause = f"the KV cache holds {plan.kv_tokens:,} tokens and --max-model-len is {plan.max_model_len:,}"
+    else:
+        cause = f"weights and buffers leave no KV cache: {gigabytes(max(0.0, missing))} too much for a rank"
+    advice = [f"lower --max-model-len to {plan.kv_tokens}"] if plan.kv_tokens > 1 else []
+    sizes = [size for size in range(settings.ep_size + 1, MAX_RANKS + 1) if shape.num_experts and shape.num_experts % size == 0]
+    advice += [f"raise --ep-size to {size}" for size in sizes if fitting(ep_size=size)][:1]
+    if settings.gpu_memory_utilization < 0.95 and fitting(gpu_memory_utilization=0.95):
+        advice.append("raise --gpu-memory-utilization to 0.95")
+    for field in ("max_num_seqs", "chunked_prefill_size"):
+        halves = [getattr(settings, field) >> power for power in range(1, 7)]
+        smaller = next((value for value in halves if value and fitting(**{field: value})), None)
+        if smaller and not advice:
+            advice.append(f"lower --{field.replace('_', '-')} to {smaller}")
+    return f"does not fit: {cause}; {' or '.join(advice) or f'no --ep-size up to {MAX_RANKS} is enough on this GPU'}"
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table for a person."""
+    ranks = f"{plan.ep_size} rank{'s' if plan.ep_size > 1 else ''}"
+    lines = [f"{plan.model}: {plan.parameters / 1e9:,.1f} B parameters on {ranks} of {plan.gpu}; a rank holds:", ""]
+    lines += [_row(part.replace("_", " "), size, plan.usable) for part, size in plan.weights.items()]
+    lines += [_row("weights", sum(plan.weights.values()), plan.usable, "=")]
+    lines += [_row(f"{part} (estimate)", size, plan.usable) for part, size in plan.buffers.items()]
+    lines += [_row("left for the KV cache", plan.kv_cache, plan.usable, "="), _row("usable", plan.usable, plan.usable, "="), ""]
+    lines += [f"  KV cache: {plan.kv_bytes_per_token / 1024:,.1f} KiB a token, {plan.kv_tokens:,} tokens", ""]
+    lines += [f"  {'batch a rank':>12}  {'floor of a step':>15}  {'tokens/s, all ranks':>19}   (context {FLOOR_CONTEXT:,})"]
+    lines += [
+        f"  {batch:12,}  {milliseconds:12.2f} ms  {plan.ep_size * batch / milliseconds * 1e3:19,.0f}"
+        for batch, milliseconds in plan.floors.items()
+    ]
+    lines += ["", *(f"note: {note}" for note in plan.notes), plan.verdict]
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan) -> str:
+    return json.dumps(dataclasses.asdict(plan) | {"kv_cache": plan.kv_cache}, indent=2)
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def _row(name: str, size: float, whole: float, mark: str = " ") -> str:
+    return f"{mark} {name:<26} {gigabytes(size):>12} {size / whole:7.1%}"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
