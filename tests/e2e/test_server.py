@@ -40,18 +40,6 @@ def chat(text: str) -> list[Any]:
     return [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
 
 
-def test_the_log_says_how_to_curl_it_and_that_command_works(server: ServerProcess) -> None:
-    (line,) = (line for line in server.log.splitlines() if "try: curl" in line)
-    command = line.partition("try: ")[2]
-    if shutil.which("curl") is None:  # the command is then taken apart and sent as it stands
-        url, body = command.split()[1], command.split(" -d '")[1].rstrip("'")
-        assert server.request("POST", url.removeprefix(server.base_url), json.loads(body))[0] == 200
-        return
-    done = subprocess.run(["sh", "-c", command.replace("curl", "curl -sS", 1)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
-
-
 def test_openai_python_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {"model": MODEL_NAME, "messages": chat("hello"), "max_tokens": 40, "temperature": 0}
     whole = client.chat.completions.create(**arguments)
