@@ -118,7 +118,7 @@ async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: the collector need not walk over it again and again while tokens come
     log.info("ready: %s, context of %d tokens, at %s", model.facts.name, model.facts.context_length, url)
-    example = '{"messages": [{"role": "user", "content": "What is 23 + 58?"}]}'
+    example = '{"messages": [{"role": "user", "content": "What is 23 + 58?"}], "temperature": 0}'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if front.config.api_key else ""
     log.info("try: curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'", url, key, example)
 
