@@ -32,6 +32,7 @@ def load_server_model(directory: Path, dtype: torch.dtype = torch.float32) -> De
     checkpoint = open_checkpoint(directory)
     model = build_model(load_model_config(directory), checkpoint.formats, reference.cpu(), dtype, torch.device("cpu"))
     load_weights(model, checkpoint)
+    model.finish_load()
     assert isinstance(model, Decoder)
     return model
 

@@ -82,6 +82,7 @@ def main() -> int:
     wrong = [f"{line.name} is outside its bounds" for line in sound if line.seen(reference)]
     rows = head + [line.markdown(reference) for line in sound]
     sys.stdout.write("\n".join(rows) + "\n")
+    sys.stdout.flush()
     experts = load_server_model(EMBEDDED_DIRECTORY).config.moe
     assert experts is not None
     for fault in server_faults(range(experts.num_experts)):

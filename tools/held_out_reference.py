@@ -20,7 +20,7 @@ from tools.training_batches import CachedEncoder
 
 SEED = 7
 OF_EACH = 80
-ANSWER_BOUND = 0.02
+ANSWER_BOUND = 0.01
 PROMPT_BOUND = 0.02
 """Both in nats. What bf16 costs is several times smaller, what the smallest fault costs several times larger: see fault_table."""
 
