@@ -12,6 +12,9 @@ from typing import Annotated
 import typer
 
 from minserve import __version__, flags, hub, launch, plan_picture
+from minserve.clients.bench_serve import Load
+from minserve.clients.bench_serve import run as run_load
+from minserve.clients.chat import Chat
 from minserve.clients.eval import run_arithmetic
 from minserve.config import Config, model_directory
 from minserve.errors import ExitCode, ServerError, UsageError
@@ -121,6 +124,41 @@ def check(
     for flag, path in (("--manifest", manifest), ("--write-manifest", write_manifest)):
         words += [] if path is None else [flag, str(path)]
     raise typer.Exit(launch.run_module("minserve.models.check", words))
+
+
+@benches.command("serve", context_settings={"token_normalize_func": _with_dashes})
+def bench_serve(
+    base_url: Annotated[str, typer.Option(help="address of any OpenAI-style server")] = "http://127.0.0.1:8000",
+    num_prompts: Annotated[int, typer.Option(help="requests in all", min=1)] = 200,
+    concurrency: Annotated[int | None, typer.Option(help="requests under way at once, at most", min=1)] = None,
+    rate: Annotated[float | None, typer.Option(help="requests a second, at random distances; default: all at once")] = None,
+    input_len: Annotated[int, typer.Option(help="random tokens of each prompt", min=1)] = 1024,
+    output_len: Annotated[int, typer.Option(help="tokens of each answer", min=1)] = 128,
+    prompts: Annotated[Path | None, typer.Option(help="file of prompts: a line is text, or JSON with prompt or messages")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="random ids are below this; default: the server's", min=2)] = None,
+    temperature: Annotated[float, typer.Option(help="of every request")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of prompts and distances")] = 0,
+    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+    plot: Annotated[Path | None, typer.Option(help="also draw to this file")] = None,
+) -> None:
+    """Load on a running server: times to first token and between tokens, throughput; the last line is JSON."""
+    load = Load(num_prompts, concurrency, rate, input_len, output_len, prompts, vocab_size, temperature, seed)
+    raise typer.Exit(asyncio.run(run_load(base_url, load, model, api_key, plot)))
+
+
+@app.command(context_settings={"token_normalize_func": _with_dashes})
+def chat(
+    base_url: Annotated[str, typer.Option(help="address of any OpenAI-style server")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="first message of the conversation")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 1024,
+) -> None:
+    """Talk to a running server; through a pipe, each line is a turn."""
+    one = Chat(base_url, model, api_key, system, temperature=temperature, max_tokens=max_tokens)
+    raise typer.Exit(one.run(sys.stdin, sys.stdout))
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,37 +40,66 @@ class OpenAIClient:
             await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._json("POST", path, body)
+        return await self._json("POST", self._root + path, body)
+
+    async def server_info(self) -> dict[str, Any]:
+        """minserve's /server_info; other servers have none."""
+        return await self._json("GET", f"{self._root.removesuffix('/v1')}/server_info", None)
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The data of each server-sent event, the end mark left out. Raises RequestRefused and EnvironmentFault."""
+        url = self._root + path
+        with _faults(url):
+            async with self._open.post(url, json=body) as response:
+                if response.status >= 400:
+                    raise RequestRefused(f"{url} answered {response.status}: {_message(await response.text())}")
+                waiting = b""
+                async for part in response.content.iter_any():
+                    *complete, waiting = (waiting + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                    for event in complete:
+                        if event.startswith(b"data:") and (data := event[5:].strip()) != b"[DONE]":
+                            yield data
 
     async def first_model(self) -> str:
         """The first name of /v1/models."""
-        listed = (await self._json("GET", "/models", None))["data"]
+        listed = (await self._json("GET", f"{self._root}/models", None))["data"]
         if not listed:
             raise EnvironmentFault(f"{self._root}/models lists no model; name one with --model")
         return str(listed[0]["id"])
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def _json(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """The decoded object. Raises RequestRefused on an error status, EnvironmentFault when there is no such server."""
-        if self._session is None:
-            raise RuntimeError("the client is used outside its context")
-        url = self._root + path
-        try:
-            async with self._session.request(method, url, json=body) as response:
+        with _faults(url):
+            async with self._open.request(method, url, json=body) as response:
                 text = await response.text()
                 if response.status >= 400:
                     raise RequestRefused(f"{url} answered {response.status}: {_message(text)}")
-                decoded = json.loads(text)
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
-            raise EnvironmentFault(f"{url} is no http address") from None
-        except TimeoutError:
-            raise EnvironmentFault(f"{url} gave no answer within {TIMEOUT_SECONDS:.0f} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentFault(f"cannot reach {url}: {error}; is the server up?") from None
+        try:
+            decoded = json.loads(text)
         except ValueError:
             raise EnvironmentFault(f"{url} answered with something that is not JSON; is this an OpenAI-style server?") from None
         if not isinstance(decoded, dict):
             raise EnvironmentFault(f"{url} answered with something that is no JSON object; is this an OpenAI-style server?")
         return decoded
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the client is used outside its context")
+        return self._session
+
+
+@contextlib.contextmanager
+def _faults(url: str) -> Iterator[None]:
+    """Makes sentences of what can go wrong on the way to a server."""
+    try:
+        yield
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+        raise EnvironmentFault(f"{url} is no http address") from None
+    except TimeoutError:
+        raise EnvironmentFault(f"{url} gave no answer within {TIMEOUT_SECONDS:.0f} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise EnvironmentFault(f"cannot reach {url}: {error}; is the server up?") from None
 
 
 def _message(text: str) -> str:
