@@ -65,9 +65,6 @@ class Measured:
     floor: float
     share: float
     """Floor over step."""
-    streams: int | None
-    kernels: int | None
-    """Launched by one step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +118,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
     loaded = time.monotonic()
     rows = []
     hit: dict[int, float | None] = {}
+    traces: dict[str, dict[str, float]] = {}
     for batch in options.batch:
         runner = _runner(model, backend, config, batch, options.context)
         step = _step(runner, options.context)
@@ -130,6 +128,9 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(_measure(runner, step, mode, floor, options.steps))
             log.info("%s", rows[-1])
         del runner
+    if backend.device.type == "cuda":  # a profiler may slow what comes after it, so it comes last
+        runner = _runner(model, backend, config, options.batch[0], options.context)
+        traces = {mode: _trace(runner, mode) for mode in _modes(model, options) if mode != "eager"}
     return {
         "bench": "step",
         "model": options.model,
@@ -140,6 +141,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU",
         "floor_of": GPU.name,
         "distinct_experts": hit,
+        "traces": traces,
         "load_seconds": round(loaded - began, 1),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
@@ -214,18 +216,18 @@ def _modes(model: Decoder, options: argparse.Namespace) -> Iterator[str]:
 
 def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int) -> Measured:
     batch = len(step.rows)
+    steps = steps if mode != "eager" else max(3, steps // 5)
     graphs = _capture(runner, mode, batch) if mode != "eager" else None
     tokens, later = _random_tokens(runner), _settled(step)
     _run(runner, later, tokens, WARM_STEPS)
     times = [_run(runner, later, tokens, steps) for _ in range(REPEATS)]
     median = statistics.median(times)
-    kernels = trace_kernels(lambda: graphs.replay(batch, "argmax")) if graphs is not None else []
     device = _device_time(runner, later, graphs, steps)
     if graphs is not None:
         runner.graphs = None
         graphs.destroy()
     spread = (max(times) - min(times)) / median
-    return Measured(batch, mode, median, spread, device, floor, floor / median, len(set(kernels)) or None, len(kernels) or None)
+    return Measured(batch, mode, median, spread, device, floor, floor / median)
 
 
 def _settled(step: ScheduledStep) -> ScheduledStep:
@@ -235,6 +237,17 @@ def _settled(step: ScheduledStep) -> ScheduledStep:
         for row in step.rows
     )
     return ScheduledStep(number=2, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
+
+
+def _trace(runner: ModelRunner, mode: str) -> dict[str, float]:
+    """What a replay launches."""
+    batch = runner.limits.max_num_seqs
+    graphs = _capture(runner, mode, batch)
+    streams = trace_kernels(lambda: graphs.replay(batch, "argmax"))
+    runner.graphs = None
+    graphs.destroy()
+    layers = runner.model.num_layers
+    return {"batch": batch, "kernels": len(streams), "a_layer": round(len(streams) / layers, 1), "streams": len(set(streams))}
 
 
 def _capture(runner: ModelRunner, mode: str, batch: int) -> DecodeGraphs[Sampled]:
@@ -319,22 +332,23 @@ def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
 def _show(report: dict[str, Any]) -> None:
     title = f"{report['model']}: decode step on {report['device']}, {report['stack']}, context {report['context']}"
     table = Table(title=title, title_justify="left")
-    for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share", "kernels", "streams"):
+    for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for row in report["rows"]:
-        device, kernels, streams = ("-" if row[name] is None else row[name] for name in ("device", "kernels", "streams"))
         table.add_row(
             str(row["batch"]),
             row["mode"],
             f"{row['step']:.3f}",
             f"{row['spread']:.1%}",
-            device if device == "-" else f"{device:.3f}",
+            "-" if row["device"] is None else f"{row['device']:.3f}",
             f"{row['floor']:.2f}",
             f"{row['share']:.0%}",
-            str(kernels),
-            str(streams),
         )
-    Console(file=sys.stdout, width=120).print(table)
+    console = Console(file=sys.stdout, width=120, highlight=False)
+    console.print(table)
+    for mode, trace in report["traces"].items():
+        launched = f"{trace['kernels']} kernels ({trace['a_layer']} a layer)"
+        console.print(f"{mode}, batch {trace['batch']}: {launched} on {trace['streams']} streams")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,256 @@
+"""Captured decode steps on a GPU: sound ones pass the self-check, every fault put in on purpose is refused, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu.kernel_samples import DEVICE
+from gpu.runners import capture, small_runner
+from torch import Tensor
+
+from minserve.capture_flags import EAGER, CaptureFlags
+from minserve.errors import EnvironmentFault, SelfCheckFailed
+from minserve.kernels.interface import Kernels
+from minserve.models.layers import moe
+from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.streams import CudaLanes, StreamPlan
+from minserve.runtime import canary, capture_mode, cuda_graph
+from minserve.runtime.capture_mode import current_flags
+from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.self_check import check_graphs, count_streams
+
+SIZES = (1, 5, 8, 40)
+SPIN_CYCLES = 2_000_000
+"""About a millisecond: what waits for it comes later, what does not comes before."""
+
+
+@pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("policy", ["overlap", "serial"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2-57b-a14b", "qwen3-30b-a3b"])
+def test_sound_graphs_pass_and_leave_no_trace(name: str, policy: str, fp8: bool, stack: str) -> None:
+    runner = small_runner(name, stack, fp8=fp8, policy=policy)
+    capture(runner, SIZES)
+    verdict = check_graphs(runner, "full")
+    assert verdict.comparisons == 20
+    assert set(verdict.streams) == set(SIZES)
+    assert max(verdict.streams.values()) <= 3
+    assert not any(layer.any() for layer in runner.kv_cache)
+    assert int(runner.sampler.nan_rows) == 0
+    errors = canary.check_layers(runner.model, runner.kernels, torch.bfloat16, 64)
+    print(name, policy, "fp8" if fp8 else "bf16", stack, verdict.streams, errors)  # noqa: T201 - part of the log
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2-57b-a14b"])
+def test_streams_do_not_grow_with_layers(name: str) -> None:
+    counts = {}
+    for layers in (6, 61):
+        runner = small_runner(name, layers=layers, max_num_seqs=8)
+        graphs = capture(runner)
+        counts[layers] = count_streams(functools.partial(graphs.replay, 8, "argmax"))
+    print(name, counts)  # noqa: T201
+    assert counts[6] == counts[61]
+    assert counts[61] <= 3
+
+
+def refusal(runner: ModelRunner) -> str:
+    with pytest.raises(SelfCheckFailed) as caught:
+        check_graphs(runner, "fast")
+    print(caught.value)  # noqa: T201
+    return str(caught.value)
+
+
+# faults put in on purpose
+
+
+def alt_first(main: Callable[[], Any], side: Callable[[], Any], plan: StreamPlan) -> tuple[Any, Any]:
+    """The lane law broken: the side block recorded before the main one."""
+    if plan.lanes is None:
+        return main(), side()
+    with plan.lanes.alt(plan.lanes.fork()):
+        second = side()
+    first = main()
+    plan.lanes.join()
+    return first, second
+
+
+def test_alt_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "side_by_side", alt_first)
+    runner = small_runner("deepseek-v3", layers=24, max_num_seqs=8)
+    capture(runner)
+    message = refusal(runner)
+    assert "streams, more than 3" in message
+
+
+class OneJoin(CudaLanes):
+    """Joins the last layer only: the capture is whole, and every layer before it takes what the alt stream may not have."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(DEVICE)
+        self._layers, self._calls = layers, 0
+
+    def join(self) -> None:
+        self._calls += 1
+        if self._calls % self._layers == 0:
+            super().join()
+
+
+class NoJoin(CudaLanes):
+    def join(self) -> None:
+        pass
+
+
+class SlowShared(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(SPIN_CYCLES)
+        result: Tensor = self.inner(x)
+        return result
+
+
+def expert_layers(runner: ModelRunner) -> list[MixtureOfExperts]:
+    return [module for module in runner.model.modules() if isinstance(module, MixtureOfExperts)]  # type: ignore[attr-defined]
+
+
+def test_a_missed_join_is_refused() -> None:
+    runner = small_runner("deepseek-v3", layers=4, max_num_seqs=8)
+    for layer in expert_layers(runner):
+        layer.shared = SlowShared(layer.shared)
+    runner.model.lanes = OneJoin(3)
+    capture(runner)
+    assert "differ" in refusal(runner)
+
+
+def test_a_capture_that_is_never_joined_ends_and_the_next_works() -> None:
+    runner = small_runner("deepseek-v3", max_num_seqs=8)
+    runner.model.lanes = NoJoin(DEVICE)
+    with pytest.raises(EnvironmentFault, match="batch size 8"):
+        capture(runner)
+    assert current_flags() == EAGER
+    torch.cuda.synchronize()
+    runner.model.lanes = CudaLanes(DEVICE)
+    capture(runner)
+    assert check_graphs(runner, "fast").comparisons == 2
+
+
+def test_an_exception_in_the_side_block_leaves_nothing_behind() -> None:
+    runner = small_runner("qwen2-57b-a14b", max_num_seqs=8)
+    layer = expert_layers(runner)[1]
+    whole = layer.shared
+
+    class Broken(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if current_flags().phase == "record":
+                raise RuntimeError("in the middle of the side block")
+            result: Tensor = whole(x)
+            return result
+
+    used = torch.cuda.memory_allocated()
+    layer.shared = Broken()
+    with pytest.raises(EnvironmentFault, match="in the middle of the side block"):
+        capture(runner)
+    assert current_flags() == EAGER
+    assert not torch.cuda.is_current_stream_capturing()
+    layer.shared = whole
+    capture(runner)
+    assert check_graphs(runner, "fast").comparisons == 2
+    assert torch.cuda.memory_allocated() - used < 1 << 30
+
+
+def disposing(kernels: Kernels) -> Kernels:
+    """Routed experts that hand their input's memory back while it is recorded, unless the flags forbid it: the side block
+    then records a pointer to something else."""
+    trash = torch.full((1 << 20,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+
+    def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        out = kernels.experts_flat(x, slot_ids, weights, experts)
+        flags = current_flags()
+        if flags.phase == "record" and not flags.disable_dispose_tensor:
+            x.set_(trash.untyped_storage(), 0, x.shape, x.stride())
+        return out
+
+    return dataclasses.replace(kernels, experts_flat=experts_flat)
+
+
+@contextlib.contextmanager
+def without_dispose_flag(*arguments: Any, **options: Any) -> Iterator[CaptureFlags]:
+    with capture_mode.capture_mode(*arguments, **options) as flags:
+        without = dataclasses.replace(flags, disable_dispose_tensor=False)
+        token = capture_mode._current.set(without)
+        try:
+            yield without
+        finally:
+            capture_mode._current.reset(token)
+
+
+@pytest.mark.parametrize("policy", ["overlap", "serial"])
+def test_a_routed_kernel_that_disposes_its_input_is_refused_without_the_flag(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = small_runner("deepseek-v3", change=disposing, policy=policy, max_num_seqs=8)
+    capture(runner)
+    assert check_graphs(runner, "fast").comparisons == 2  # with the flag nothing is disposed
+    assert runner.graphs is not None
+    runner.graphs.destroy()
+    monkeypatch.setattr(cuda_graph, "capture_mode", without_dispose_flag)
+    capture(runner)
+    assert "does not equal an eager run" in refusal(runner)
+
+
+def test_in_place_experts_under_overlap_are_refused() -> None:
+    """They write over what the shared expert reads. Eagerly it reads the new values, on the alt stream mostly the old ones."""
+
+    def inplace(kernels: Kernels) -> Kernels:
+        def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+            out = kernels.experts_flat(x, slot_ids, weights, experts)
+            torch.cuda._sleep(SPIN_CYCLES)
+            return x.copy_(out)
+
+        return dataclasses.replace(kernels, experts_flat=experts_flat)
+
+    runner = small_runner("deepseek-v3", change=inplace, max_num_seqs=8)
+    capture(runner)
+    assert "differ" in refusal(runner)
+
+
+def test_padding_that_reaches_other_rows_is_refused() -> None:
+    def one_scale(kernels: Kernels) -> Kernels:
+        def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+            scale = x.abs().amax()
+            return kernels.experts_flat(x / scale, slot_ids, weights, experts) * scale
+
+        return dataclasses.replace(kernels, experts_flat=experts_flat)
+
+    runner = small_runner("qwen3-30b-a3b", change=one_scale, max_num_seqs=8)
+    capture(runner)
+    assert "are not numbers; padding" in refusal(runner)
+
+
+def test_weights_that_moved_after_the_capture_are_refused() -> None:
+    runner = small_runner("qwen3-30b-a3b", max_num_seqs=8)
+    capture(runner)
+    weight = expert_layers(runner)[1].experts.w2
+    old, weight.data = weight.data, weight.data.clone()
+    old.normal_()
+    assert "does not equal an eager run" in refusal(runner)
+
+
+def test_a_wrong_kernel_is_refused_by_the_canary() -> None:
+    def unweighted(kernels: Kernels) -> Kernels:
+        def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+            return kernels.experts_flat(x, slot_ids, torch.ones_like(weights), experts)
+
+        return dataclasses.replace(kernels, experts_flat=experts_flat)
+
+    runner = small_runner("deepseek-v3", change=unweighted)
+    with pytest.raises(SelfCheckFailed, match="fp32 reference"):
+        canary.check_layers(runner.model, runner.kernels, torch.bfloat16, 64)
