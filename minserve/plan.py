@@ -94,7 +94,7 @@ def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: 
         raise CheckpointError(f"{model}: config.json: {error} is missing or of the wrong kind") from error
     if shape.experts == "int4":
         notes += ("INT4 experts are counted as INT4; a kernel stack that cannot read them widens them to 16 bits",)
-    plan = _measure(shape, model, settings, longest, notes)
+    plan = measure(shape, model, settings, longest, notes)
     return plan if plan.fits else dataclasses.replace(plan, verdict=_what_to_move(shape, plan, settings, longest))
 
 
@@ -105,7 +105,8 @@ def _longest_context(text: Mapping[str, Any]) -> int:
     return max(known, int(rope.get("factor", 1.0) * rope.get("original_max_position_embeddings", known))) if yarn else known
 
 
-def _measure(shape: ModelShape, model: str, settings: Settings, longest: int, notes: tuple[str, ...]) -> Plan:
+def measure(shape: ModelShape, model: str, settings: Settings, longest: int, notes: tuple[str, ...] = ()) -> Plan:
+    """The plan of a model of this shape whose longest context is `longest`, without advice. Raises UsageError."""
     ep_size, experts, wanted = settings.ep_size, shape.num_experts, settings.max_model_len
     if ep_size < 1 or (ep_size > 1 and (not experts or experts % ep_size)):
         legal = ", ".join(str(size) for size in range(1, MAX_RANKS + 1) if experts and experts % size == 0) or "1"
@@ -164,7 +165,7 @@ def _what_to_move(shape: ModelShape, plan: Plan, settings: Settings, longest: in
     """One sentence: why it does not fit, and which flag to move which way."""
 
     def fitting(**changes: Any) -> Plan | None:
-        tried = _measure(shape, plan.model, dataclasses.replace(settings, **changes), longest, ())
+        tried = measure(shape, plan.model, dataclasses.replace(settings, **changes), longest)
         return tried if tried.fits else None
 
     missing = sum(plan.weights.values()) + sum(plan.buffers.values()) - plan.usable

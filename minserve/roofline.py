@@ -85,19 +85,19 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     text: Mapping[str, Any] = config.get("text_config") or config
     layers = int(text["num_hidden_layers"])
     mla = "kv_lora_rank" in text
-    num_experts = int(text.get("n_routed_experts") or text.get("num_experts") or 0)
-    deepseek = "n_routed_experts" in text
+    model_type = str(text.get("model_type", ""))
+    v3 = mla and model_type != "deepseek_v2"
+    num_experts = int(text.get("n_routed_experts") or text.get("num_local_experts") or text.get("num_experts") or 0)
     expert_width = int(text.get("moe_intermediate_size") or 0)
-    if deepseek:
-        shared = int(text.get("n_shared_experts") or 0) * expert_width
-        step = int(text.get("moe_layer_freq") or 1)
-        sparse = sum(i >= int(text.get("first_k_dense_replace") or 0) and i % step == 0 for i in range(layers))
+    if mla:
+        shared = int(text.get("n_shared_experts", v3) or 0) * expert_width
+        step, first = int(text.get("moe_layer_freq") or 1), int(text.get("first_k_dense_replace", 3 * v3) or 0)
+        sparse = sum(i >= first and i % step == 0 for i in range(layers))
     else:
         shared = int(text.get("shared_expert_intermediate_size") or 0)
         step = int(text.get("decoder_sparse_step") or 1)
         dense_only = set(text.get("mlp_only_layers") or ())
         sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
-    model_type = str(text.get("model_type", ""))
     method = (text.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method")
     fp8 = method == "fp8"
     heads = int(text["num_attention_heads"])
@@ -123,12 +123,19 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         expert_intermediate=expert_width,
         shared_intermediate=shared,
         shared_gate=model_type == "qwen2_moe",
-        correction_bias=text.get("topk_method") == "noaux_tc",
+        correction_bias=v3,
         linears="fp8" if fp8 else "plain",
         # A block that spans gate and up rows has no scale of its own. Releases in INT4 quantise the routed experts alone.
         experts="fp8" if fp8 and expert_width % FP8_BLOCK == 0 else "int4" if method == "compressed-tensors" else "plain",
         element_bytes=4 if (text.get("dtype") or text.get("torch_dtype")) == "float32" else 2,
     )
+
+
+def in_memory(m: ModelShape, *, element_bytes: int, keeps_fp8: bool, keeps_int4: bool) -> ModelShape:
+    """The same model where plain parameters have another size, or where kernels read fewer formats: others are widened."""
+    kept = {"plain", *(["fp8"] if keeps_fp8 else []), *(["int4"] if keeps_int4 else [])}
+    linears, experts = (stored if stored in kept else "plain" for stored in (m.linears, m.experts))
+    return dataclasses.replace(m, element_bytes=element_bytes, linears=linears, experts=experts)
 
 
 def attention_parameters(m: ModelShape) -> dict[str, int]:

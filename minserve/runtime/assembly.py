@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from minserve.kernels import stacks
 from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
+from minserve.models.formats import Formats
 from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
-from minserve.runtime import canary, device_memory, kv_cache, self_check
+from minserve.runtime import canary, device_memory, forecast, kv_cache, self_check
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
@@ -81,6 +82,7 @@ def assemble(config: Config, timeline: Timeline) -> Parts:
     checked = prove(config, model, runner, backend.kv_dtype, timeline)
     info = _describe(config, model, backend, size, report) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
+    info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
     return Parts(model_config=model_config, kv_plan=size, limits=limits, scheduler=Scheduler(limits), runner=runner, info=info)
 
@@ -155,7 +157,7 @@ def load(
     formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
     timeline.begin("build")
     policy, lanes = shared_expert_policy(config, model_config, backend.device)
-    with kv_cache.refusal_of_memory("the model's weights"):
+    with kv_cache.refusal_of_memory(_weights_title(formats, backend.kernels)):
         model = build_model(
             model_config,
             formats,
@@ -166,14 +168,40 @@ def load(
             lanes=lanes,
         )
     timeline.begin("load")
-    if checkpoint is None:
-        report = dummy_weights(model, config.seed)
-    else:
-        report = load_weights(model, checkpoint, lambda done, total: timeline.progress(done / max(1, total)))
+    report = dummy_weights(model, config.seed) if checkpoint is None else load_weights(model, checkpoint, _rate(timeline))
     with kv_cache.refusal_of_memory("the weights' final layout"):
         model.finish_load()
     log.info("weights proven\n%s", report)
     return model, report
+
+
+def predicted_against_measured(
+    config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport
+) -> dict[str, dict[str, float]]:
+    """Logs what `minserve plan` would have said beside what the start found; for /server_info."""
+    on_gpu = backend.device.type == "cuda"
+    device_bytes = torch.cuda.mem_get_info(backend.device)[1] if on_gpu else 0
+    plan = forecast.forecast(config, model.config, backend.kernels, backend.dtype, device_bytes)
+    rows = forecast.compare(plan, report, size, on_gpu=on_gpu)
+    log.info("memory as planned: %s", forecast.sentence(rows))
+    return rows
+
+
+def _weights_title(formats: Formats, kernels: Kernels) -> str:
+    """The model's weights as they are called when memory is refused."""
+    widened = not kernels.keeps_int4 and "int4_group" in formats.quantized.values()
+    return "the model's weights" + (f" (the {kernels.name} stack cannot read INT4, so they are widened)" if widened else "")
+
+
+def _rate(timeline: Timeline) -> Callable[[int, int], None]:
+    """Tells the timeline how much of the load is done and how fast it went so far."""
+    began = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        speed = done / 1e9 / max(1e-6, time.monotonic() - began)
+        timeline.progress(done / max(1, total), f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
+
+    return tell
 
 
 def shared_expert_policy(

@@ -31,6 +31,8 @@ class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     limited_by: str
     """What decided `num_pages`, for a person."""
+    memory_bytes: int = 0
+    """That the cache could have had, where somebody asked."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +81,12 @@ def plan(config: Config, *, bytes_per_page: int, memory_bytes: int, memory_name:
     if max_model_len < 2:
         raise DoesNotFit(f"the KV cache holds {max_model_len} token, and a request needs two")
     return KVPlan(
-        num_pages=num_pages, page_size=page_size, page_bytes=bytes_per_page, max_model_len=max_model_len, limited_by=limited_by
+        num_pages=num_pages,
+        page_size=page_size,
+        page_bytes=bytes_per_page,
+        max_model_len=max_model_len,
+        limited_by=limited_by,
+        memory_bytes=memory_bytes,
     )
 
 

@@ -35,8 +35,9 @@ class Timeline:
         self._task = TaskID(0)
         if sys.stderr is not None and sys.stderr.isatty():
             columns = TextColumn("{task.description:>10}"), BarColumn(40), TextColumn("{task.percentage:>3.0f}%")
-            self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(first_phase, total=1.0)
+            more = TimeElapsedColumn(), TextColumn("{task.fields[detail]}")
+            self._bar = Progress(*columns, *more, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(first_phase, total=1.0, detail="")
             self._bar.start()
 
     def begin(self, phase: str) -> None:
@@ -44,19 +45,19 @@ class Timeline:
         self._end_phase()
         self._phase = phase
         if self._bar is not None:
-            self._bar.reset(self._task, description=phase, total=1.0)
+            self._bar.reset(self._task, description=phase, total=1.0, detail="")
         self._tell(Starting(phase, 0.0))
         self._told_at = time.monotonic()
 
-    def progress(self, fraction: float) -> None:
-        """How far the running phase is, 0 to 1. Call it as often as you like."""
+    def progress(self, fraction: float, detail: str = "") -> None:
+        """How far the running phase is, 0 to 1, and more words for the terminal. Call it as often as you like."""
         now = time.monotonic()
         if now - self._told_at < TELL_EVERY_SECONDS and fraction < 1.0:
             return
         self._told_at = now
         self._tell(Starting(self._phase, min(1.0, max(0.0, fraction))))
         if self._bar is not None:
-            self._bar.update(self._task, completed=fraction)
+            self._bar.update(self._task, completed=fraction, detail=detail)
 
     def finish(self) -> dict[str, float]:
         """End the last phase: phase to seconds, in order."""

@@ -43,10 +43,12 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     timeline = Timeline(lambda _: None, "import")
     timeline.begin("load")
-    timeline.progress(1.0)
+    timeline.progress(1.0, "1.0 of 1.0 GB, 2.50 GB/s")
     seconds = timeline.finish()
     timeline.stop()
-    assert "load" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "load" in shown
+    assert "2.50 GB/s" in shown
     assert list(seconds) == ["import", "load"]
 
 
