@@ -109,6 +109,9 @@ class Decoder(nn.Module):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer and int(layer[1]) >= self.config.num_layers and self.config.num_nextn_predict_layers > 0:
             return "a multi-token prediction layer, which is not used"
+        if layer and int(layer[1]) < self.config.num_layers:
+            mlp = self.layers[int(layer[1])].mlp
+            return mlp.experts.ignored(name) if isinstance(mlp, MixtureOfExperts) else None
         if name == HEAD and self.config.tie_word_embeddings:
             return "the head is tied to the embedding"
         return None

@@ -22,4 +22,6 @@ class ForwardContext:
     """One tensor a layer, [num_pages, *kv_page_shape]."""
     num_tokens: Tensor | None = None
     """int32 [1] on the device: real tokens of a padded step; None when nothing is padded."""
+    rows_per_rank: int | None = None
+    """Tokens that each rank of an expert-parallel group sends room for, agreed by all; None: as many as there are here."""
     flags: CaptureFlags = EAGER

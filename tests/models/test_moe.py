@@ -26,8 +26,8 @@ class MaskedDispatcher:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
-    def dispatch(self, hidden, slot_ids, weights, num_tokens):
-        del num_tokens
+    def dispatch(self, hidden, slot_ids, weights, num_tokens, rows_per_rank):
+        del num_tokens, rows_per_rank
         rows = [(slot_ids == slot).nonzero() for slot in range(self.num_slots)]
         most = max((len(r) for r in rows), default=0)
         stacked = torch.full((self.num_slots, most, hidden.shape[1]), torch.nan)

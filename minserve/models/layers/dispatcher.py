@@ -5,22 +5,45 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+import torch
+import torch.distributed
 from torch import Tensor
+
+from minserve.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Which slot holds each expert."""
+    """Which slot holds each expert, and which of the slots are this rank's: an equal share, in order of rank."""
 
     slot_of_expert: tuple[int, ...]
+    num_ranks: int = 1
+    rank: int = 0
 
     @classmethod
     def identity(cls, num_experts: int) -> ExpertPlacement:
         return cls(tuple(range(num_experts)))
 
+    @classmethod
+    def spread(cls, num_experts: int, num_ranks: int, rank: int) -> ExpertPlacement:
+        """Each expert in the slot of its own number. Raises UsageError, with what would do, where the shares are not equal."""
+        if num_experts % num_ranks:
+            legal = ", ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)
+            raise UsageError(f"--ep-size {num_ranks} does not divide the model's {num_experts} experts; possible: {legal}")
+        return cls(tuple(range(num_experts)), num_ranks, rank)
+
     @property
     def is_identity(self) -> bool:
         return self.slot_of_expert == tuple(range(len(self.slot_of_expert)))
+
+    @property
+    def slots_per_rank(self) -> int:
+        return len(self.slot_of_expert) // self.num_ranks
+
+    def local_slot(self, expert: int) -> int | None:
+        """Where this rank holds the expert; None: another rank does."""
+        local = self.slot_of_expert[expert] - self.rank * self.slots_per_rank
+        return local if 0 <= local < self.slots_per_rank else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +79,13 @@ class Dispatched:
 class Dispatcher(Protocol):
     """One expert-parallel group. Each rank calls dispatch and combine once per MoE layer, tokens or not."""
 
-    def dispatch(self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None) -> Dispatched:
-        """hidden [T, H], global slots int32 [T, k] (-1: none), weights fp32 [T, k], real tokens int32 [1] or None for all."""
+    def dispatch(
+        self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
+    ) -> Dispatched:
+        """hidden [T, H], global slots int32 [T, k] (-1: none), weights fp32 [T, k], real tokens int32 [1] or None for all.
+
+        `rows_per_rank`: room for so many tokens of each rank, the same number on all ranks; None: T is the same on all.
+        """
         ...
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
@@ -68,10 +96,77 @@ class Dispatcher(Protocol):
 class LocalDispatcher:
     """All experts live here: nothing moves."""
 
-    def dispatch(self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None) -> Dispatched:
-        del num_tokens
+    def dispatch(
+        self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
+    ) -> Dispatched:
+        del num_tokens, rows_per_rank
         return Dispatched(FlatTokens(hidden, slot_ids, weights))
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
         del dispatched
         return output
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What a combine must know of its dispatch."""
+
+    num_tokens: int
+    rows_per_rank: int
+
+
+class TorchDispatcher:
+    """Every rank gets every rank's tokens, computes what its own experts add, and hands each rank its tokens' sums.
+
+    torch.distributed's fixed-shape collectives: an all-gather of tokens with their slots and weights, and an all-to-all of the
+    partial sums, which are then added up in order of rank in fp32. That moves a reduce-scatter's bytes, but rounds the same
+    way on every backend, and gloo has no reduce-scatter. No shape depends on a value, and nothing can overflow: a rank has
+    room for all tokens of all ranks, whichever experts they choose.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup, slots_per_rank: int) -> None:
+        self._group = group
+        self._num_ranks = group.size()
+        self._first_slot = group.rank() * slots_per_rank
+        self._slots_per_rank = slots_per_rank
+
+    def dispatch(
+        self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
+    ) -> Dispatched:
+        """Raises ValueError when there are more tokens than `rows_per_rank`; padding rows have no slot and cost no product."""
+        del num_tokens  # the router gave padding the slot -1
+        count = hidden.shape[0]
+        rows = count if rows_per_rank is None else rows_per_rank
+        if count > rows:
+            raise ValueError(f"{count} tokens do not fit in the {rows} rows that the ranks agreed on")
+        # One message instead of three: ids, weights and hidden as bytes behind each other.
+        parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), _padded(hidden, rows, 0)]
+        packed = torch.cat([part.view(torch.uint8).flatten() for part in parts])
+        gathered = [torch.empty_like(packed) for _ in range(self._num_ranks)]
+        torch.distributed.all_gather(gathered, packed, group=self._group)
+        unpacked, start = [], 0
+        for part in parts:
+            size = part.numel() * part.element_size()
+            of_ranks = torch.cat([received[start : start + size] for received in gathered])
+            unpacked.append(of_ranks.view(part.dtype).view(self._num_ranks * rows, part.shape[1]))
+            start += size
+        all_slots, all_weights, all_hidden = unpacked
+        local = all_slots - self._first_slot
+        local = torch.where((local >= 0) & (local < self._slots_per_rank), local, -1)
+        return Dispatched(FlatTokens(all_hidden, local, all_weights), _Gathered(count, rows))
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        handle: _Gathered = dispatched.handle
+        partial = torch.empty_like(output)
+        torch.distributed.all_to_all_single(partial, output.contiguous(), group=self._group)
+        of_ranks = partial.view(self._num_ranks, handle.rows_per_rank, output.shape[1])
+        return of_ranks.float().sum(0)[: handle.num_tokens].to(output.dtype)
+
+
+def _padded(values: Tensor, rows: int, filling: int) -> Tensor:
+    """values [T, n] as contiguous [rows, n]."""
+    if values.shape[0] == rows:
+        return values.contiguous()
+    padded = values.new_full((rows, values.shape[1]), filling)
+    padded[: values.shape[0]] = values
+    return padded

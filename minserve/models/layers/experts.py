@@ -17,14 +17,14 @@ from minserve.models.layers.linear import parameter
 
 
 class Experts(nn.Module):
-    """w13 [E, 2I, H] with gate rows first, w2 [E, H, I].
+    """w13 [E, 2I, H] with gate rows first, w2 [E, H, I]; E: the experts of this rank.
 
     They stay FP8 when every expert is and I is a multiple of the block (else a block would span gate and up rows), and INT4
     when every expert is; otherwise, or where the kernels read neither, they are widened at load.
     """
 
     slots: Tensor | None
-    """int32 [E]: slot of each expert; None when each sits in its own."""
+    """int32, one an expert of the model: its slot; None when each sits in its own."""
 
     def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
@@ -35,8 +35,9 @@ class Experts(nn.Module):
         self.intermediate_size = width = config.intermediate_size
         kept = build.kept_format(self._names())
         self.kept: Format = "plain" if kept == "fp8_block" and width % BLOCK else kept
-        self.w13, self.w13_scale = self._matrices(config.num_experts, 2 * width, hidden_size, build)
-        self.w2, self.w2_scale = self._matrices(config.num_experts, hidden_size, width, build)
+        count = self.placement.slots_per_rank
+        self.w13, self.w13_scale = self._matrices(count, 2 * width, hidden_size, build)
+        self.w2, self.w2_scale = self._matrices(count, hidden_size, width, build)
         identity = self.placement.is_identity
         slots = None if identity else torch.tensor(self.placement.slot_of_expert, dtype=torch.int32, device=build.device)
         self.register_buffer("slots", slots, persistent=False)
@@ -72,12 +73,23 @@ class Experts(nn.Module):
     def destinations(self) -> Iterator[Destination]:
         width = self.intermediate_size
         half = 0 if self.w13_scale is None else self.w13_scale.shape[1] // 2
-        for expert, slot in enumerate(self.placement.slot_of_expert):
+        for expert in range(len(self.placement.slot_of_expert)):
+            slot = self.placement.local_slot(expert)
+            if slot is None:
+                continue
             gate, up, down = (f"{self.prefix}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
             s13, s2 = (None if scale is None else scale[slot] for scale in (self.w13_scale, self.w2_scale))
             yield from self._places(gate, self.w13[slot, :width], None if s13 is None else s13[:half])
             yield from self._places(up, self.w13[slot, width:], None if s13 is None else s13[half:])
             yield from self._places(down, self.w2[slot], s2)
+
+    def ignored(self, name: str) -> str | None:
+        """Why this rank leaves a checkpoint tensor of these experts on disk; None: it does not."""
+        number = name.removeprefix(f"{self.prefix}.").partition(".")[0]
+        if not name.startswith(f"{self.prefix}.") or not number.isdecimal():
+            return None
+        known = int(number) < len(self.placement.slot_of_expert)
+        return "an expert of another rank" if known and self.placement.local_slot(int(number)) is None else None
 
     def _places(self, name: str, values: Tensor, scale: Tensor | None) -> Iterator[Destination]:
         if scale is None:

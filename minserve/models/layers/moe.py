@@ -54,5 +54,5 @@ class MixtureOfExperts(nn.Module):
     def _routed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         expert_ids, weights = self.router(hidden, ctx.num_tokens)
         slot_ids = self.experts.slots_of(expert_ids)
-        dispatched = self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens)
+        dispatched = self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)
         return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)
