@@ -64,7 +64,7 @@ class ScriptedEngine:
         """Set: not a word, like a stuck process."""
         self.steps = 0
         self._connection = connection
-        self._ready = ready
+        self.ready = ready
         self._frames = FrameReader()
         self._live: dict[int, Sequence] = {}
         self._outbox: list[ToFront] = [Starting("load", 0.5)]
@@ -79,7 +79,7 @@ class ScriptedEngine:
         return len(self._live)
 
     def become_ready(self) -> None:
-        self._outbox.append(self._ready)
+        self._outbox.append(self.ready)
 
     def say(self, message: ToFront) -> None:
         self._outbox.append(message)

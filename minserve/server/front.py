@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 from minserve import config as configuration
 from minserve.config import Config
+from minserve.errors import CheckpointError
 from minserve.messages import Ready
 from minserve.server.answer_format import model_formats
 from minserve.server.api_errors import ApiError, unavailable
@@ -53,10 +54,14 @@ class Front:
         return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template))
 
     def become_ready(self, tokenizer: Tokenizer, ranks: list[Ready]) -> LoadedModel:
-        """From now on requests are served."""
+        """From now on requests are served. Raises CheckpointError for a tokenizer that is not this model's."""
         config = self.config
-        end_ids = [end for ready in ranks for end in ready.eos_token_ids] + list(tokenizer.eos_token_ids)
         vocab_size = min(ready.vocab_size for ready in ranks)
+        if tokenizer.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"the tokenizer knows token ids up to {tokenizer.vocab_size - 1}, but the model's embedding has {vocab_size} rows"
+            )
+        end_ids = [end for ready in ranks for end in ready.eos_token_ids] + list(tokenizer.eos_token_ids)
         facts = ModelFacts(
             names=config.served_model_name or (config.model,),
             root=config.model,

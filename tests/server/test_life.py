@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from minserve.errors import CheckpointError, ExitCode
 from minserve.messages import Fatal
-from tests.server.conftest import Answer, Edge
+from tests.server.conftest import Answer, Edge, Vocabulary
 
 Start = Callable[..., AbstractContextManager[Edge]]
 
@@ -39,6 +40,14 @@ def test_while_loading_requests_get_503_and_the_server_is_alive(start_edge: Star
         edge.engine.become_ready()
         edge.wait_for(lambda: edge.get("/ready").status == 200)
         assert edge.complete().status == 200
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(start_edge: Start, vocabulary: Vocabulary) -> None:
+    with start_edge("ok", be_ready=False) as edge:
+        edge.engine.say(msgspec.structs.replace(edge.engine.ready, vocab_size=vocabulary.eos))
+        edge.join()
+        assert isinstance(edge.failure, CheckpointError)
+        assert f"up to {vocabulary.eos}, but the model's embedding has {vocabulary.eos} rows" in str(edge.failure)
 
 
 def test_a_stuck_engine_is_not_healthy_and_says_why(start_edge: Start) -> None:
