@@ -21,6 +21,7 @@ MAX_RANKS = 64
 DISPATCH_TOKENS = 128
 """Tokens a rank that one low-latency dispatch can carry at least."""
 
+_MAX_SIZE = 1 << 32
 _CONTEXT_BYTES = 1.0e9
 """CUDA context, kernel code, cuBLAS and vendor libraries' workspaces."""
 _GRAPH_BYTES = 16e6
@@ -90,8 +91,14 @@ def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: 
     try:
         shape = shape_from_config(config)
         longest = _longest_context(config.get("text_config") or config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{model}: config.json: {error} is missing or of the wrong kind") from error
+    except KeyError as error:
+        raise CheckpointError(f"{model}: config.json: {error.args[0]} is missing") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{model}: config.json: a field is of the wrong kind: {error}") from error
+    positive = (shape.hidden, shape.num_layers, shape.vocab, shape.heads, kv_bytes_per_token(shape), longest)
+    sizes = (*positive, *(value for value in dataclasses.astuple(shape) if not isinstance(value, str)))
+    if min(positive) <= 0 or min(sizes) < 0 or max(sizes) > _MAX_SIZE or shape.top_k > shape.num_experts:
+        raise CheckpointError(f"{model}: config.json: a size is out of range")
     if shape.experts == "int4":
         notes += ("INT4 experts are counted as INT4; a kernel stack that cannot read them widens them to 16 bits",)
     plan = measure(shape, model, settings, longest, notes)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 FP8_BLOCK = 128
 INT4_GROUP = 32
+MAX_LAYERS = 10_000
 
 Stored = Literal["plain", "fp8", "int4"]
 """How matrices lie in memory: the compute type, FP8 in blocks of 128 x 128 or INT4 in groups of 32, scales included."""
@@ -81,9 +82,12 @@ class ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Reads a published config.json (already parsed). Raises KeyError naming a missing field."""
+    """Reads a published config.json (already parsed). Raises KeyError naming a missing field, and what a value of a wrong kind
+    raises."""
     text: Mapping[str, Any] = config.get("text_config") or config
     layers = int(text["num_hidden_layers"])
+    if layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}")
     mla = "kv_lora_rank" in text
     model_type = str(text.get("model_type", ""))
     v3 = mla and model_type != "deepseek_v2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minserve import plan_picture
-from minserve.errors import CheckpointError, EnvironmentFault, UsageError
+from minserve.errors import CheckpointError, EnvironmentFault, ServerError, UsageError
 from minserve.plan import MAX_RANKS, Settings, buffer_bytes, describe, make_plan, read_config
 from minserve.roofline import H200, parameters, shape_from_config, weight_bytes
 
@@ -22,6 +25,9 @@ TOTALS = {
     "qwen3-235b-a22b": 235.1, "moonlight-16b-a3b": 16.0, "deepseek-v2-lite": 15.7,
 }  # fmt: skip
 """Billions of parameters, as published."""
+
+
+WRONG = [None, True, "x", "", [], [1], {}, {"a": 1}, 0, -1, 0.5, float("inf"), float("nan"), 1e300, 2**80]
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -110,15 +116,15 @@ def test_smaller_steps_are_advised_where_only_they_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("asked", "message"),
     [
         (Settings(ep_size=3), "--ep-size 3 does not divide the model's 64 experts; possible: 1, 2, 4, 8, 16, 32, 64"),
         (Settings(max_model_len=8193), "--max-model-len 8193 is more than the model's max_position_embeddings of 8192"),
     ],
 )
-def test_settings_that_the_model_does_not_have(settings: Settings, message: str) -> None:
+def test_settings_that_the_model_does_not_have(asked: Settings, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make_plan(config_of("moonlight-16b-a3b"), "m", settings)
+        make_plan(config_of("moonlight-16b-a3b"), "m", asked)
 
 
 def test_yarn_stretches_the_context() -> None:
@@ -134,6 +140,20 @@ def test_a_damaged_config(tmp_path: Path, body: str, message: str) -> None:
         make_plan(*read_config(tmp_path)[:1], "m", Settings())
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_config(tmp_path / "absent")
+
+
+@given(
+    name=st.sampled_from(sorted(TOTALS)),
+    changes=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(WRONG) | st.integers(-2, 2**40)), min_size=1, max_size=3),
+    ep_size=st.sampled_from([1, 2, 8]),
+)
+@settings(max_examples=300, deadline=None)
+def test_fuzz_configs_give_a_plan_or_a_sentence(name: str, changes: list[tuple[int, Any]], ep_size: int) -> None:
+    config = config_of(name)
+    for place, value in changes:
+        config[sorted(config)[place % len(config)]] = value
+    with contextlib.suppress(ServerError):
+        assert describe(make_plan(config, "m", Settings(ep_size=ep_size))).splitlines()[-1].startswith(("fits", "does not fit"))
 
 
 def test_the_index_beside_the_config_is_quoted(tmp_path: Path) -> None:

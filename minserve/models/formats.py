@@ -101,7 +101,7 @@ def formats_from_tensors(tensors: Mapping[str, StoredTensor]) -> Formats:
     quantized: dict[str, Format] = {}
     for name, tensor in tensors.items():
         _refuse_foreign(name, tensor)
-        if tensor.dtype == "I32" and name.endswith(".weight_packed"):
+        if name.endswith(".weight_packed"):
             quantized[name.removesuffix("_packed")] = "int4_group"
         elif tensor.dtype == "U8" and name.endswith(".weight"):
             quantized[name] = "nvfp4"
@@ -142,6 +142,8 @@ def _prove_fp8(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 
 def _prove_int4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
     weight = tensors[f"{name}_packed"]
+    if weight.dtype != "I32":
+        raise CheckpointError(f"{weight}: packed weights of this dtype are not supported, only INT4 in I32")
     scale = _companion(name, "_scale", "int4_group", tensors, _FLOATS)
     columns = weight.shape[1] * LAYOUTS["int4_group"].packed
     _prove_groups(weight, columns, INT4_GROUP)

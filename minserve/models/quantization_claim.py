@@ -45,7 +45,10 @@ def formats_from_config(quantization: Mapping[str, Any] | None) -> Formats:
     kind = None if quantization is None else claimed_format(quantization)
     if quantization is None or kind is None:
         return Formats(lambda _: "plain")
-    is_excluded = _exclusion_rule(quantization)
+    try:
+        is_excluded = _exclusion_rule(quantization)
+    except re.error as error:
+        raise CheckpointError(f"quantization_config excludes modules by a pattern that is not valid: {error}") from error
     return Formats(lambda name: kind if _is_projection(name) and not is_excluded(name) else "plain")
 
 
