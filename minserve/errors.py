@@ -49,3 +49,13 @@ class DoesNotFit(ServerError):
 
 class SelfCheckFailed(ServerError):
     exit_code = ExitCode.SELF_CHECK
+
+
+class RankLost(ServerError):
+    """Another rank of the group has ended, is stuck, or failed; the message names it."""
+
+    exit_code = ExitCode.RANK_DIED
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

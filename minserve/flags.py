@@ -20,9 +20,10 @@ import msgspec
 
 from minserve.config import Config, flag_name, printable, validate
 from minserve.errors import UsageError
+from minserve.seat import SEAT_VARIABLE
 
 ENVIRONMENT_PREFIX = "MINSERVE_"
-INTERNAL_VARIABLES = frozenset({"MINSERVE_ENGINE_FD"})
+INTERNAL_VARIABLES = frozenset({"MINSERVE_ENGINE_FD", SEAT_VARIABLE})
 """Set by launch for its own children; not settings."""
 
 
@@ -74,7 +75,7 @@ FLAGS = (
     Flag("self_check", "how much is proven before serving"),
     Flag("kernel_cache", "directory for compiled kernels"),
     Flag("watchdog_timeout", "seconds without progress after which an engine counts as stuck"),
-    Flag("ep_size", "ranks that share the experts", ("ep", "expert-parallel-size")),
+    Flag("ep_size", "ranks that share the experts, of all hosts together", ("ep", "expert-parallel-size")),
     Flag("nnodes", "hosts of the group"),
     Flag("node_rank", "this host's number in the group"),
     Flag("master_addr", "address of host 0"),

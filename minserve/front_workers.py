@@ -43,8 +43,8 @@ class _Group:
                 os.kill(worker.pid, number)
 
 
-def run(config: Config, connections: list[socket.socket], listeners: list[socket.socket]) -> ExitCode:
-    """One worker for each engine connection and its listener; they are closed here. The exit code of them all.
+def run(config: Config, connections: list[list[socket.socket]], listeners: list[socket.socket]) -> ExitCode:
+    """One worker for each listener and its connections, one an engine; they are closed here. The exit code of them all.
 
     Whatever ends one worker ends the others: a failure at once, anything else after their drain.
     """
@@ -58,7 +58,7 @@ def run(config: Config, connections: list[socket.socket], listeners: list[socket
             group.workers.append(worker)
             if group.first_signal is not None:  # it came before this worker was known
                 group.pass_on(group.first_signal)
-        for opened in (*connections, *listeners):
+        for opened in (*(connection for of_worker in connections for connection in of_worker), *listeners):
             opened.close()
         return _wait(group)
     finally:
@@ -106,7 +106,9 @@ def _worse(known: ExitCode | None, new: ExitCode) -> ExitCode:
     return new if known in (None, ExitCode.OK, ExitCode.INTERRUPTED) else known
 
 
-def _work(number: int, config: Config, connections: list[socket.socket], listeners: list[socket.socket], supervisor: int) -> None:
+def _work(
+    number: int, config: Config, connections: list[list[socket.socket]], listeners: list[socket.socket], supervisor: int
+) -> None:
     """A worker's whole life."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,12 +119,13 @@ def _work(number: int, config: Config, connections: list[socket.socket], listene
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for other in range(len(connections)):
         if other != number:  # else nobody would see the end of a worker by its sockets
-            connections[other].close()
+            for connection in connections[other]:
+                connection.close()
             listeners[other].close()
     if number > 0:  # what all of them would say is said once
         logging.getLogger("minserve").setLevel(logging.WARNING)
     try:
-        code = asyncio.run(serve(config, [connections[number]], listeners[number], worker=number))
+        code = asyncio.run(serve(config, connections[number], listeners[number], worker=number))
     except ServerError as error:
         sys.stderr.write(f"minserve: error: {error}\n")
         code = error.exit_code

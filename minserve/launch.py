@@ -28,6 +28,8 @@ from minserve import front_workers
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
+from minserve.seat import SEAT_VARIABLE, Seat
+from minserve.seat import encode as encode_seat
 from minserve.server.app import serve
 
 ENGINE_MODULE = "minserve.runtime.engine"
@@ -62,15 +64,16 @@ def run(config: Config, engine_module: str | None = None) -> int:
         for _ in range(1, config.front_workers):
             listeners.append(opened.enter_context(_bind_beside(listeners[0])))
         configuration.model_directory(config)
-        with _engine(config, module) as (engine, connections):
+        with _engines(config, module) as (engines, connections):
             log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listeners[0]))
             if config.front_workers == 1:
-                code = asyncio.run(serve(config, connections, listeners[0]))
+                code = asyncio.run(serve(config, connections[0], listeners[0]))
             else:
                 code = front_workers.run(config, connections, listeners)
             _leave_on_sigterm()  # serve drained on signals and has given them back
             if code == ExitCode.RANK_DIED:
-                log.error("%s", _cause_of_death(engine))
+                for cause in _causes_of_death(engines):
+                    log.error("%s", cause)
     return code
 
 
@@ -126,8 +129,61 @@ def _bind_sentence(host: str, port: int, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[bytes], list[socket.socket]]]:
-    """The engine process of rank 0 and the front's ends of its sockets, one a worker. On leaving, the engine is gone."""
+def _engines(config: Config, module: str) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[list[socket.socket]]]]:
+    """This host's engine processes in order of rank, and of each worker its sockets to them. On leaving, they are gone."""
+    with contextlib.ExitStack() as all_of_them:
+        processes, by_rank = [], []
+        with _seats(config) as seats:
+            for seat in seats:
+                process, connections = all_of_them.enter_context(_engine(config, module, seat))
+                processes.append(process)
+                by_rank.append(connections)
+        try:
+            yield processes, [list(of_worker) for of_worker in zip(*by_rank, strict=True)]
+        finally:
+            for connections in by_rank:  # they all leave now, and not one after the other
+                for connection in connections:
+                    connection.close()
+
+
+@contextlib.contextmanager
+def _seats(config: Config) -> Iterator[list[Seat]]:
+    """Of this host's ranks. Raises EnvironmentFault when the port where ranks meet cannot be had."""
+    if config.ep_size == 1:
+        yield [Seat()]
+        return
+    count = config.ep_size // config.nnodes
+    first = config.node_rank * count
+    one_host = config.nnodes == 1
+    address, port = ("127.0.0.1", 0) if one_host else (config.master_addr, config.master_port)
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(_meeting_point(address, port)) if first == 0 else None
+        port = port if listener is None else listener.getsockname()[1]
+        yield [
+            Seat(
+                rank=rank,
+                num_ranks=config.ep_size,
+                ranks_per_host=count,
+                address=address,
+                port=port,
+                listener=listener.fileno() if listener is not None and rank == 0 else None,
+            )
+            for rank in range(first, first + count)
+        ]
+
+
+def _meeting_point(address: str, port: int) -> socket.socket:
+    """Bound here and now: a port that is chosen first and used later may be lost in between."""
+    try:
+        return socket.create_server((address, port), backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        reason = "is in use by another process" if error.errno == errno.EADDRINUSE else f"cannot be had: {error.strerror}"
+        raise EnvironmentFault(f"--master-addr {address} --master-port {port} {reason}") from error
+
+
+@contextlib.contextmanager
+def _engine(config: Config, module: str, seat: Seat = Seat()) -> Iterator[tuple[subprocess.Popen[bytes], list[socket.socket]]]:  # noqa: B008
+    """One rank's engine process and the front's ends of its sockets, one a worker. On leaving, the engine is gone."""
     with contextlib.ExitStack() as ours:
         connections: list[socket.socket] = []
         with contextlib.ExitStack() as theirs:
@@ -136,10 +192,11 @@ def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[byte
                 near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 connections.append(ours.enter_context(near))
                 descriptors.append(theirs.enter_context(far).fileno())
+            told = {DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors)), SEAT_VARIABLE: encode_seat(seat)}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
-                env=engine_environment(config) | {DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors))},
-                pass_fds=descriptors,
+                env=engine_environment(config, seat) | told,
+                pass_fds=[*descriptors, *([] if seat.listener is None else [seat.listener])],
                 stdin=subprocess.DEVNULL,
                 preexec_fn=functools.partial(_die_with, os.getpid()),
                 process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
@@ -150,7 +207,7 @@ def _engine(config: Config, module: str) -> Iterator[tuple[subprocess.Popen[byte
             yield process, connections
         finally:
             ours.close()
-            _end(process)
+            _end(process, seat.rank)
 
 
 def run_module(module: str, words: Sequence[str]) -> int:
@@ -166,7 +223,7 @@ def _die_with(front: int) -> None:
         os._exit(ExitCode.RANK_DIED)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], rank: int) -> None:
     """Wait for an engine whose socket is closed; kill it when it does not leave."""
     try:
         process.wait(_ENGINE_LEAVES_WITHIN)
@@ -175,25 +232,34 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        log.info("engine 0 (pid %d) was killed: it did not leave within %g s", process.pid, _ENGINE_LEAVES_WITHIN)
+        log.info("engine %d (pid %d) was killed: it did not leave within %g s", rank, process.pid, _ENGINE_LEAVES_WITHIN)
 
 
-def _cause_of_death(process: subprocess.Popen[bytes]) -> str:
+def _causes_of_death(engines: Sequence[subprocess.Popen[bytes]]) -> list[str]:
+    """Of engines that ended without a last word; those that only followed another's end are left out."""
+    causes = [(engine, _cause_of_death(engine, rank)) for rank, engine in enumerate(engines)]
+    own = [cause for engine, cause in causes if engine.returncode not in (ExitCode.OK, ExitCode.RANK_DIED)]
+    return own or [cause for _, cause in causes]
+
+
+def _cause_of_death(process: subprocess.Popen[bytes], rank: int = 0) -> str:
     """How an engine ended that said no last word."""
     try:
         code = process.wait(2.0)
     except subprocess.TimeoutExpired:
-        return f"engine 0 (pid {process.pid}) closed its connection but still runs"
+        return f"engine {rank} (pid {process.pid}) closed its connection but still runs"
     if code >= 0:
-        return f"engine 0 (pid {process.pid}) ended with exit code {code}"
+        return f"engine {rank} (pid {process.pid}) ended with exit code {code}"
     name = signal.Signals(-code).name
     hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
-    return f"engine 0 (pid {process.pid}) was killed by {name}{hint}"
+    return f"engine {rank} (pid {process.pid}) was killed by {name}{hint}"
 
 
-def engine_environment(config: Config) -> dict[str, str]:
+def engine_environment(config: Config, seat: Seat = Seat()) -> dict[str, str]:  # noqa: B008
     """The engine's variables. Library paths must be there before exec: the dynamic linker reads them once."""
-    environment = kernel_cache_variables(config) | dict(os.environ)  # what the person has set stays
+    environment = (
+        kernel_cache_variables(config) | _shared_host_variables(seat) | dict(os.environ)
+    )  # what the person has set stays
     # -P keeps the working directory, where anything may lie, out of the engine's imports; the package itself stays found.
     ours = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
@@ -208,6 +274,15 @@ def kernel_cache_variables(config: Config) -> dict[str, str]:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(config.kernel_cache).expanduser().absolute() if config.kernel_cache else caches / "minserve" / "kernels"
     return {variable: str(folder / name) for variable, name in _COMPILER_CACHES.items()}
+
+
+def _shared_host_variables(seat: Seat) -> dict[str, str]:
+    """Ranks of one host share its cores; those that meet on it talk over its loopback, whatever its name resolves to."""
+    if seat.num_ranks == 1:
+        return {}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // seat.ranks_per_host))}
+    on_loopback = seat.address.startswith("127.") and sys.platform == "linux"
+    return threads | ({"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {})
 
 
 def vendor_library_folders() -> list[str]:

@@ -40,7 +40,14 @@ class PagedSteps:
         self._pages: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
-    def step(self, rows: Sequence[tuple[str, Sequence[int]]], *, padding: int = 0, flags: CaptureFlags = EAGER) -> list[Tensor]:
+    def step(
+        self,
+        rows: Sequence[tuple[str, Sequence[int]]],
+        *,
+        padding: int = 0,
+        rows_per_rank: int | None = None,
+        flags: CaptureFlags = EAGER,
+    ) -> list[Tensor]:
         """Appends each row's tokens to its request; returns each row's logits fp32 [tokens, vocab].
 
         `padding` adds rows of one token on the dummy page, as a step of a captured graph has them.
@@ -61,6 +68,7 @@ class PagedSteps:
             attention_plan=self.kernels.plan_attention(metadata, self.model.attention_shape),
             kv_cache=self.cache,
             num_tokens=torch.tensor([real], dtype=torch.int32) if padding else None,
+            rows_per_rank=rows_per_rank,
             flags=flags,
         )
         with torch.inference_mode():

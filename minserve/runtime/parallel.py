@@ -1,0 +1,156 @@
+"""How the ranks of a group find each other: torch.distributed for collectives, a socket to every rank for agreements.
+
+Knows addresses, backends and seats; nothing of steps or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hmac
+import json
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from minserve.errors import EnvironmentFault, UsageError
+from minserve.runtime.step_agreement import StepAgreement
+from minserve.seat import Seat
+
+START_TIMEOUT = datetime.timedelta(hours=6)
+"""Ranks that load or compile may come this much later than the others; a dead one is noticed by its socket."""
+_TOKEN_BYTES = 16
+_RANK_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """One rank's ties to the others."""
+
+    seat: Seat
+    agreement: StepAgreement
+    collectives: torch.distributed.ProcessGroup | None
+    """None for an engine alone."""
+    store: Store | None
+
+    def prove_equal(self, facts: Mapping[str, Any]) -> None:
+        """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise."""
+        if self.store is None:
+            return
+        self.store.set(f"facts/{self.seat.rank}", json.dumps(facts))
+        for rank in range(self.seat.num_ranks):
+            theirs = json.loads(self.store.get(f"facts/{rank}"))
+            for name, value in facts.items():
+                if theirs.get(name) != value:
+                    raise UsageError(
+                        f"all ranks need the same {name}: it is {value} on rank {self.seat.rank} and "
+                        f"{theirs.get(name)} on rank {rank}"
+                    )
+
+    def leave(self) -> None:
+        self.agreement.close()
+        if self.collectives is not None:
+            torch.distributed.destroy_process_group()
+
+
+def alone() -> Group:
+    """An engine that has all experts."""
+    return Group(Seat(), StepAgreement(0, {}), None, None)
+
+
+def join(seat: Seat, backend: str, watchdog_seconds: float) -> Group:
+    """Meet the other ranks; returns once all are there. `backend`: torch.distributed's name. Raises EnvironmentFault."""
+    if seat.num_ranks == 1:
+        return alone()
+    try:
+        # The socket was bound by launch, so that no port can be lost between its choice and its use.
+        store = TCPStore(
+            seat.address,
+            seat.port,
+            seat.num_ranks,
+            is_master=seat.rank == 0,
+            timeout=START_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=seat.listener,
+        )
+        peers = _connect(seat, store)
+        agreement = StepAgreement(seat.rank, peers, ranks_per_host=seat.ranks_per_host, watchdog_seconds=watchdog_seconds)
+        torch.distributed.init_process_group(
+            backend,
+            store=PrefixStore("collectives", store),
+            rank=seat.rank,
+            world_size=seat.num_ranks,
+            timeout=datetime.timedelta(seconds=agreement.patience),
+        )
+    except (RuntimeError, OSError) as error:
+        where = f"{seat.address} port {seat.port}"
+        raise EnvironmentFault(f"rank {seat.rank} could not meet the {seat.num_ranks} ranks at {where}: {error}") from error
+    return Group(seat, agreement, torch.distributed.group.WORLD, store)
+
+
+def _connect(seat: Seat, store: Store) -> dict[int, socket.socket]:
+    """A stream socket to every other rank: each connects to the lower ones and is connected to by the higher ones."""
+    if seat.rank == 0:
+        store.set("token", secrets.token_hex(_TOKEN_BYTES))
+    token = store.get("token")
+    peers: dict[int, socket.socket] = {}
+    with _listening(seat) as (listener, address):
+        store.set(f"address/{seat.rank}", json.dumps(address))
+        for rank in range(seat.rank):
+            peers[rank] = _dial(json.loads(store.get(f"address/{rank}")))
+            peers[rank].sendall(seat.rank.to_bytes(_RANK_BYTES, "little") + token)
+        while len(peers) < seat.num_ranks - 1:
+            connection, _ = listener.accept()
+            said = _receive(connection, _RANK_BYTES + len(token))
+            if hmac.compare_digest(said[_RANK_BYTES:], token):
+                peers[int.from_bytes(said[:_RANK_BYTES], "little")] = connection
+            else:  # whoever it is, it is none of us
+                connection.close()
+    return peers
+
+
+@contextlib.contextmanager
+def _listening(seat: Seat) -> Iterator[tuple[socket.socket, str | tuple[str, int]]]:
+    """A socket for the higher ranks and where they find it: a Unix one where all are on one host, it is the faster."""
+    if seat.one_host:
+        with tempfile.TemporaryDirectory(prefix="minserve-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            path = str(Path(folder) / "rank")
+            listener.bind(path)
+            listener.listen(seat.num_ranks)
+            yield listener, path
+    else:
+        with socket.create_server((_own_address(seat), 0), backlog=seat.num_ranks) as listener:
+            yield listener, listener.getsockname()[:2]
+
+
+def _own_address(seat: Seat) -> str:
+    """This host's address as rank 0's host sees it; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((seat.address, max(1, seat.port)))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _dial(address: str | list[Any]) -> socket.socket:
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+    else:
+        connection = socket.create_connection((address[0], address[1]))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """`size` bytes, or fewer at the connection's end."""
+    data = b""
+    while len(data) < size and (more := connection.recv(size - len(data))):
+        data += more
+    return data

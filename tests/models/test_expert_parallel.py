@@ -1,0 +1,141 @@
+"""Experts spread over ranks: the same logits as on one rank, whoever has tokens, and each rank reads only its own experts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from logit_comparison import assert_same_logits, prompt
+from paged_steps import PagedSteps
+from parallel_ranks import gloo, together
+
+from minserve.errors import UsageError
+from minserve.kernels import reference
+from minserve.models.decoder import Decoder
+from minserve.models.layers.dispatcher import ExpertPlacement, TorchDispatcher
+from minserve.models.model_config import load_model_config
+from minserve.models.registry import build_model
+from minserve.models.weights import load_weights, open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """One model on several ranks, driven step by step."""
+
+    def __init__(self, directory, num_ranks, kernels=None):
+        store = dist.HashStore()
+        self.num_ranks = num_ranks
+        self.groups = together(num_ranks, lambda rank: gloo(store, rank, num_ranks))
+        self.models: list[Decoder] = []
+        self.reports = []
+        kernels = kernels or reference.cpu()
+        config = load_model_config(directory)
+        for rank, group in enumerate(self.groups):
+            placement = ExpertPlacement.spread(config.moe.num_experts, num_ranks, rank)
+            dispatcher = TorchDispatcher(group, placement.slots_per_rank)
+            checkpoint = open_checkpoint(directory)
+            options = {"dispatcher": dispatcher, "placement": placement}
+            model = build_model(config, checkpoint.formats, kernels, torch.float32, CPU, **options)
+            self.reports.append(load_weights(model, checkpoint))
+            model.finish_load()
+            self.models.append(model)
+        self.steps = [PagedSteps(model, kernels) for model in self.models]
+
+    def step(self, rows_of_ranks, rows_per_rank):
+        """Logits of each rank's rows; a rank without rows runs a dummy, as the engine does."""
+
+        def work(rank):
+            rows = rows_of_ranks[rank]
+            if rows is None:
+                return self.steps[rank].step([], padding=1, rows_per_rank=rows_per_rank)
+            return self.steps[rank].step(rows, rows_per_rank=rows_per_rank)
+
+        return together(self.num_ranks, work)
+
+
+def alone(directory, kernels=None) -> PagedSteps:
+    from paged_steps import load
+
+    return PagedSteps(load(directory, kernels), kernels)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_small", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_the_logits_of_one(tiny, name, num_ranks) -> None:
+    directory = tiny(name).directory
+    if load_model_config(directory).moe.num_experts % num_ranks:
+        num_ranks = 3  # six experts
+    ranks, one = Ranks(directory, num_ranks), alone(directory)
+    lengths = [5, 17, 1, 9][:num_ranks]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    wanted = [one.step([(f"r{rank}", tokens)])[0] for rank, tokens in enumerate(prompts)]
+    got = ranks.step([[("a", tokens)] for tokens in prompts], max(lengths))
+    for (logits,), expected in zip(got, wanted, strict=True):
+        assert_same_logits(logits, expected)
+    # Only the last rank goes on, the others run dummies; then one has an empty step, and one more rows than the others.
+    last = num_ranks - 1
+    expected = one.step([(f"r{last}", [7])])[0]
+    assert_same_logits(ranks.step([None] * last + [[("a", [7])]], 1)[last][0], expected)
+    expected = one.step([("r0", [3]), ("new", prompts[1])])
+    got = ranks.step([[("a", [3]), ("b", prompts[1])], *([[]] * last)], 18)[0]
+    for logits, wanted_logits in zip(got, expected, strict=True):
+        assert_same_logits(logits, wanted_logits)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_tokens_to_one_expert_lose_none(tiny, rank) -> None:
+    """Every token of every rank chooses the same experts, all on one rank."""
+    directory = tiny("deepseek_v3_small").directory
+
+    def to_the_first(logits, bias, config):
+        ids, weights = reference.route(logits, bias, config)
+        first = 8 * rank + torch.arange(config.top_k, dtype=torch.int32)
+        return first.expand_as(ids).contiguous(), weights
+
+    kernels = dataclasses.replace(reference.cpu(), route=to_the_first)
+    ranks, one = Ranks(directory, 2, kernels), alone(directory, kernels)
+    prompts = [prompt(40, 1), prompt(33, 2)]
+    wanted = [one.step([(str(index), tokens)])[0] for index, tokens in enumerate(prompts)]
+    got = ranks.step([[("a", tokens)] for tokens in prompts], 40)
+    for (logits,), expected in zip(got, wanted, strict=True):
+        assert_same_logits(logits, expected)
+
+
+def test_dummies_of_another_rank_move_no_bit(tiny) -> None:
+    ranks = [Ranks(tiny("qwen2_moe").directory, 2) for _ in range(2)]
+    tokens = prompt(12, 3)
+    with_dummy = ranks[0].step([[("a", tokens)], None], 12)[0][0]
+    with_empty = ranks[1].step([[("a", tokens)], []], 12)[0][0]
+    assert torch.equal(with_dummy, with_empty)
+
+
+def test_more_tokens_than_agreed_are_refused(tiny) -> None:
+    ranks = Ranks(tiny("qwen3_moe").directory, 2)
+    with pytest.raises(ValueError, match="3 tokens do not fit in the 2 rows"):
+        ranks.step([[("a", [1, 2, 3])], [("a", [1, 2, 3])]], 2)
+
+
+def test_each_rank_reads_its_experts_and_the_rest_once(tiny) -> None:
+    directory = tiny("deepseek_v3").directory
+    one, four = Ranks(directory, 1).reports[0], Ranks(directory, 4).reports
+    moe = load_model_config(directory).moe
+    experts = sum(
+        tensor.num_bytes
+        for name, tensor in open_checkpoint(directory).tensors.items()
+        if ".mlp.experts." in name and not name.startswith("model.layers.3.")
+    )
+    assert experts > 0 and moe.num_experts == 16
+    for report in four:
+        assert report.bytes_read == one.bytes_read - experts + experts // 4
+        assert report.skipped["an expert of another rank"].bytes == experts - experts // 4
+        assert "an expert of another rank" in str(report)
+
+
+def test_uneven_shares_are_refused_with_the_sizes_that_work() -> None:
+    with pytest.raises(UsageError, match=r"--ep-size 3 does not divide the model's 256 experts; possible: 1, 2, 4, 8, .*256"):
+        ExpertPlacement.spread(256, 3, 0)
+    with pytest.raises(UsageError, match=r"the model's 10 experts; possible: 1, 2, 5, 10$"):
+        ExpertPlacement.spread(10, 4, 0)
