@@ -36,6 +36,15 @@ class FinishRequest(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine, before any request with a grammar: what the tokens stand for. A second one changes nothing."""
+
+    pieces: list[bytes]
+    """By token id; empty where the tokenizer has none."""
+    special_token_ids: list[int]
+    """Tokens without text."""
+
+
 class Call(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: a rare control call, answered by one `Reply` with the same id.
 
@@ -117,7 +126,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = AddRequests | AbortRequests | FinishRequest | Call | Shutdown
+ToEngine = AddRequests | AbortRequests | FinishRequest | Vocabulary | Call | Shutdown
 ToFront = Starting | Ready | StepOutputs | Reply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,6 +19,13 @@ def add_sparse(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:
     logits.scatter_add_(1, token_ids, values)
 
 
+def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
+    """int32 [N, W], bit i of word w for the id 32 w + i -> bool [N, V]."""
+    octets = words.view(torch.uint8).unsqueeze(-1)
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    return ((octets >> places) & 1).view(words.shape[0], -1)[:, :vocab_size].bool()
+
+
 def penalize(
     logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minserve.models.logits_rules import add_sparse, lowest_kept, penalize
+from minserve.models.logits_rules import add_sparse, lowest_kept, penalize, unpack_mask
 from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -127,6 +127,21 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant)
     state.output_index.index_add_(0, slots, one)
     state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), one)
     return tokens
+
+
+def sample_again(logits: Tensor, slots: Tensor, tokens: Tensor, allowed: Tensor, state: SamplerState, variant: Variant) -> Tensor:
+    """Takes back the tokens that `sample` has just drawn for these rows and draws from what is allowed: -> int64 [N].
+
+    `logits` are the same as then; `allowed` int32 [N, W] as `unpack_mask` reads it. A row's random numbers are the same too.
+    """
+    less = -state.one.expand_as(slots)
+    state.output_index.index_add_(0, slots, less)
+    state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), less)
+    drawn = []
+    for some, at, bits in zip(*(part.split(ROWS_AT_ONCE) for part in (logits, slots, allowed)), strict=True):
+        possible = some.masked_fill(~unpack_mask(bits, state.vocab_size), -torch.inf)
+        drawn.append(sample(possible, at, state, variant))
+    return torch.cat(drawn)
 
 
 def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, Tensor]:

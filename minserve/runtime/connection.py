@@ -82,6 +82,11 @@ class FrontConnection:
             self._fill(None)
         return decode_config(self._bodies.popleft())
 
+    @property
+    def readable(self) -> bool:
+        """Whether a `receive` would find something now, be it a part of a message."""
+        return bool(self._bodies or self._readable.poll(0))
+
     def receive(self, timeout: float) -> list[ToEngine]:
         """All messages that are there, after waiting up to `timeout` seconds for a first one. Raises FrontGone, FrameError."""
         if not self._bodies:

@@ -13,14 +13,16 @@ import msgspec
 import torch
 
 from minserve.messages import Call, Reply
+from minserve.runtime.grammar import Grammars
 from minserve.runtime.scheduler import Scheduler
 
 
 class Controls:
     """Answers calls between two steps. `info` is what does not change after the start."""
 
-    def __init__(self, scheduler: Scheduler, info: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, scheduler: Scheduler, info: dict[str, Any], device: torch.device, grammars: Grammars) -> None:
         self._scheduler = scheduler
+        self._grammars = grammars
         self._info = info
         self._device = device
         self._profile: tuple[torch.profiler.profile, Path] | None = None
@@ -52,6 +54,7 @@ class Controls:
         live: dict[str, Any] = {
             "pages": {"total": pages.num_pages, "used": pages.used, "cached": pages.cache.num_idle},
             "stats": msgspec.to_builtins({name: getattr(stats, name) for name in stats.__struct_fields__}, str_keys=True),
+            "grammars": {"masks": self._grammars.num_masks, "seconds": self._grammars.mask_seconds},
             "profiling": self._profile is not None,
         }
         if self._device.type == "cuda":

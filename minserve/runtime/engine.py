@@ -21,11 +21,13 @@ from minserve.messages import (
     Shutdown,
     StepOutputs,
     ToEngine,
+    Vocabulary,
 )
-from minserve.request import TokenOutput
+from minserve.request import Request, TokenOutput
 from minserve.runtime.assembly import assemble
 from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
 from minserve.runtime.controls import Controls
+from minserve.runtime.grammar import Grammars
 from minserve.runtime.model_runner import InFlight, ModelRunner
 from minserve.runtime.scheduler import Scheduler
 from minserve.runtime.startup import Timeline
@@ -33,16 +35,27 @@ from minserve.runtime.startup import Timeline
 HEARTBEAT_SECONDS = 0.5
 """An idle engine speaks this often; the front takes long silence for a stuck loop."""
 
+GRAMMAR_SECONDS = 0.002
+"""An engine that has nothing to do but to wait for a grammar looks this often whether it is compiled."""
+
 log = logging.getLogger("minserve.runtime")
 
 
 class Engine:
     """The loop. Heartbeats come from the loop itself, so that a stuck one is silent."""
 
-    def __init__(self, connection: FrontConnection, scheduler: Scheduler, runner: ModelRunner, controls: Controls) -> None:
+    def __init__(
+        self,
+        connection: FrontConnection,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        controls: Controls,
+        grammars: Grammars,
+    ) -> None:
         self._connection = connection
         self._scheduler = scheduler
         self._runner = runner
+        self._grammars = grammars
         self._controls = controls
         self._refusals: list[TokenOutput] = []
         self._published_at = 0.0
@@ -55,39 +68,80 @@ class Engine:
             heard = self._receive(wait=in_flight is None and not self._scheduler.has_work)
             if self._leaving:
                 return
+            self._add_compiled()
             # The next step is made and launched before the tokens of the one in flight are known: the device never waits.
             step = self._scheduler.schedule(time.monotonic())
-            launched = self._runner.launch(step) if step is not None else None
+            awaits_masks = step is not None and self._grammars.concern(step)
+            launched = self._runner.launch(step, awaits_masks=awaits_masks) if step is not None else None
             outputs, self._refusals = self._refusals, []
             if in_flight is not None:
-                outputs += self._scheduler.retire(in_flight.step, in_flight.result())
+                outputs += self._told(self._scheduler.retire(in_flight.step, in_flight.result()))
             elif launched is None and self._scheduler.has_work:
                 raise RuntimeError("requests are left, no step is in flight, and none can be made")
+            if launched is not None and awaits_masks:
+                # Only now every earlier token is known; the forward has been running meanwhile.
+                launched.constrain(self._grammars.masks(launched.step))
+                self._refuse(self._grammars.failures())
             self._publish(outputs, news=heard or in_flight is not None)
             in_flight = launched
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what the front sent, waiting for it at most until the next heartbeat; whether there was anything."""
-        messages = self._connection.receive(HEARTBEAT_SECONDS if wait else 0.0)
+        longest = GRAMMAR_SECONDS if self._grammars.compiling else HEARTBEAT_SECONDS
+        messages = self._connection.receive(longest if wait else 0.0)
         for message in messages:
-            self._take(message)
+            self.take(message)
         return bool(messages)
 
-    def _take(self, message: ToEngine) -> None:
+    def take(self, message: ToEngine) -> None:
+        """What the front says, as if it had just come."""
         match message:
             case AddRequests():
                 for request in message.requests:
-                    refusal = self._scheduler.add(request)
-                    if refusal is not None:
-                        self._refusals.append(refusal)
+                    if request.sampling.grammar is None:
+                        self._add(request)
+                    else:
+                        self._grammars.compile(request)
             case AbortRequests():
-                self._scheduler.drop(message.request_ids)
+                self._drop(message.request_ids)
             case FinishRequest():
-                self._scheduler.drop([message.request_id])
+                self._drop([message.request_id])
+            case Vocabulary():
+                self._grammars.set_vocabulary(message.pieces, message.special_token_ids)
             case Call():
                 self._connection.send(self._controls.answer(message))
             case Shutdown():
                 self._leaving = True
+
+    def _add(self, request: Request) -> None:
+        refusal = self._scheduler.add(request)
+        if refusal is not None:
+            self._refusals.append(refusal)
+            self._grammars.forget([request.id])
+
+    def _add_compiled(self) -> None:
+        """Requests wait for their grammars outside of the scheduler; the batch goes on."""
+        if self._grammars.compiling:
+            ready, failed = self._grammars.settled()
+            self._refuse(failed)
+            for request in ready:
+                self._add(request)
+
+    def _refuse(self, ends: list[TokenOutput]) -> None:
+        """Requests that end for a reason of their own."""
+        self._drop([end.request_id for end in ends])
+        self._refusals += ends
+
+    def _drop(self, request_ids: list[int]) -> None:
+        self._scheduler.drop(request_ids)
+        self._grammars.forget(request_ids)
+
+    def _told(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """A step's outputs with the ends that grammars put to them."""
+        told = self._grammars.advance(outputs)
+        if told is not outputs:
+            self._scheduler.drop([output.request_id for output in told if output.finish_reason is not None])
+        return told
 
     def _publish(self, outputs: list[TokenOutput], *, news: bool) -> None:
         now = time.monotonic()
@@ -106,6 +160,9 @@ def start(connection: FrontConnection) -> Engine:
     timeline = Timeline(connection.send, "import")
     try:
         parts = assemble(config, timeline)
+        timeline.begin("vocabulary")
+        grammars = Grammars(parts.model_config.vocab_size)
+        heard = _heard_already(connection, grammars)
         startup_seconds = timeline.finish()
     finally:
         timeline.stop()
@@ -124,7 +181,23 @@ def start(connection: FrontConnection) -> Engine:
             info=info,
         )
     )
-    return Engine(connection, parts.scheduler, parts.runner, Controls(parts.scheduler, info, parts.runner.device))
+    controls = Controls(parts.scheduler, info, parts.runner.device, grammars)
+    engine = Engine(connection, parts.scheduler, parts.runner, controls, grammars)
+    for message in heard:
+        engine.take(message)
+    return engine
+
+
+def _heard_already(connection: FrontConnection, grammars: Grammars) -> list[ToEngine]:
+    """Takes in the vocabulary, which takes a while, if the front has read its tokenizer by now; what else it has said."""
+    heard: list[ToEngine] = []
+    while connection.readable:
+        for message in connection.receive(0.0):
+            if isinstance(message, Vocabulary):
+                grammars.set_vocabulary(message.pieces, message.special_token_ids)
+            else:
+                heard.append(message)
+    return heard
 
 
 def serve(connection: FrontConnection) -> ExitCode:

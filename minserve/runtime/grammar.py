@@ -76,7 +76,12 @@ class Grammars:
         """Time that steps spent on masks so far."""
 
     def set_vocabulary(self, pieces: Sequence[bytes], special_token_ids: Iterable[int]) -> None:
-        """Each token's bytes; a special token has no text, a grammar names it by its id. Takes about a second for 128k tokens."""
+        """Each token's bytes; a special token has no text, a grammar names it by its id. Takes about a second for 128k tokens.
+
+        All workers of a front may tell it; the first is believed.
+        """
+        if self._tokenizer is not None:
+            return
         kept = [*pieces[: self._vocab_size], *([b""] * (self._vocab_size - len(pieces)))]
         special = sorted(token_id for token_id in special_token_ids if token_id < self._vocab_size)
         self._pieces = kept
@@ -153,6 +158,10 @@ class Grammars:
             self._waiting.pop(request_id, None)
 
     # steps
+
+    def concern(self, step: ScheduledStep) -> bool:
+        """Whether a row of the step may need a mask, once every earlier token is known."""
+        return bool(self._live) and any(row.samples and row.request_id in self._live for row in step.rows)
 
     def masks(self, step: ScheduledStep) -> TokenMasks | None:
         """For the rows whose next token must match; None when there are none. Every earlier token must have been `advance`d.

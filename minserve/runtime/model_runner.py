@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,11 @@ from minserve.capture_flags import EAGER, CaptureFlags
 from minserve.kernels.interface import Kernels
 from minserve.models.forward_context import ForwardContext
 from minserve.models.model import Model
-from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample
+from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
 from minserve.request import TokenLogprobs
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
 from minserve.runtime.cuda_graph import DecodeGraphs, Work
+from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
 
@@ -61,16 +62,45 @@ class _Outcome:
     """Padded batch size of the graph that ran; None for an eager step."""
 
 
-class InFlight:
-    """A launched step."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A step whose rows have sampled, whatever they may sample."""
 
-    def __init__(self, step: ScheduledStep, work: Callable[[], StepResult]) -> None:
+    batch: Batch
+    query_starts: tuple[int, ...]
+    sampled: Sampled
+    refused: dict[int, str]
+    graph_size: int | None
+
+
+class InFlight:
+    """A launched step. Its results leave the device when it is finished, which waits for the masks of a step that has any."""
+
+    def __init__(
+        self,
+        step: ScheduledStep,
+        finish: Callable[[TokenMasks | None], _Outcome],
+        read: Callable[[_Outcome], StepResult],
+        *,
+        finish_late: bool,
+    ) -> None:
+        """`finish_late`: not before the result is asked for."""
         self.step = step
-        self._work = work
+        self._finish = finish
+        self._read = read
+        self._finish_late = finish_late
+        self._masks: TokenMasks | None = None
+        self._outcome: _Outcome | None = None
+
+    def constrain(self, masks: TokenMasks | None) -> None:
+        """What the rows of a step launched with `awaits_masks` may sample; at most once, and before the next launch."""
+        self._masks = masks
+        if not self._finish_late:
+            self._outcome = self._finish(masks)
 
     def result(self) -> StepResult:
         """Wait for the step; call it once. Raises what the step raised."""
-        return self._work()
+        return self._read(self._finish(self._masks) if self._outcome is None else self._outcome)
 
 
 class ModelRunner:
@@ -108,32 +138,46 @@ class ModelRunner:
         self._general = [False] * limits.max_num_seqs
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
-    def launch(self, step: ScheduledStep) -> InFlight:
-        """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched."""
+    def launch(self, step: ScheduledStep, *, awaits_masks: bool = False) -> InFlight:
+        """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched.
+
+        With `awaits_masks` its forward runs on the device while the host still finds out what its rows may sample: `constrain`.
+        """
         decode_only = step.num_decode_rows == len(step.rows)
         padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None and decode_only else None
         staged = self.batches.stage(step, padded)
-        work = functools.partial(self._run, step, staged, padded)
+        read = functools.partial(self._read, step)
         if self.device.type == "cpu":
-            return InFlight(step, lambda: self._read(step, work()))
-        return InFlight(step, functools.partial(self._read, step, work()))
+            return InFlight(
+                step, lambda masks: self._finish(step, self._run(step, staged, padded), masks), read, finish_late=True
+            )
+        launched = InFlight(step, functools.partial(self._finish, step, self._run(step, staged, padded)), read, finish_late=False)
+        if not awaits_masks:
+            launched.constrain(None)
+        return launched
 
     # on the device, in the order of the steps
 
     @torch.inference_mode()
-    def _run(self, step: ScheduledStep, staged: StagedBatch, graph_size: int | None) -> _Outcome:
+    def _run(self, step: ScheduledStep, staged: StagedBatch, graph_size: int | None) -> _Forwarded:
         refused = self._set_up_slots(step)
         batch = self.batches.to_device(staged)
-        general = any(self._general[row.slot] for row in step.rows if row.samples)
-        variant: Variant = "general" if general else "argmax"
+        variant = self._variant(row for row in step.rows if row.samples)
         plan = self.plan(batch)
         if self.graphs is not None and graph_size is not None:
             sampled = self.graphs.replay(graph_size, variant)
         else:
             sampled = self.forward_and_sample(batch, plan, variant)
+        return _Forwarded(batch, staged.query_starts, sampled, refused, graph_size)
+
+    @torch.inference_mode()
+    def _finish(self, step: ScheduledStep, forwarded: _Forwarded, masks: TokenMasks | None) -> _Outcome:
+        batch, sampled = forwarded.batch, forwarded.sampled
+        if masks is not None:
+            self._sample_again(step, batch, sampled, masks)
         scored = {
             index: self._score(sampled.hidden[first + row.scored_offset :][: len(row.scored_ids)], row)
-            for index, (row, first) in enumerate(zip(step.rows, staged.query_starts, strict=True))
+            for index, (row, first) in enumerate(zip(step.rows, forwarded.query_starts, strict=True))
             if row.scored_ids
         }
         numbers = torch.cat((sampled.tokens, self.sampler.broken_rows[batch.sample_slots]))
@@ -141,10 +185,22 @@ class ModelRunner:
             numbers=self._to_host(numbers),
             logprobs=self._sampled_logprobs(step, sampled),
             scored=scored,
-            refused=refused,
+            refused=forwarded.refused,
             done=self._mark(),
-            graph_size=graph_size,
+            graph_size=forwarded.graph_size,
         )
+
+    def _variant(self, rows: Iterable[ScheduledRow]) -> Variant:
+        return "general" if any(self._general[row.slot] for row in rows) else "argmax"
+
+    def _sample_again(self, step: ScheduledStep, batch: Batch, sampled: Sampled, masks: TokenMasks) -> None:
+        """Constrained rows draw a second time, now that their masks are known; no graph and no other row knows of it."""
+        sampling = [row for row in step.rows if row.samples]
+        variant = self._variant(sampling[place] for place in masks.rows)
+        rows = self._to_device(torch.tensor(masks.rows, dtype=torch.int64))
+        slots, allowed = batch.sample_slots[rows], self._to_device(masks.bits)
+        tokens = sample_again(sampled.logits[rows], slots, sampled.tokens[rows], allowed, self.sampler, variant)
+        sampled.tokens.index_copy_(0, rows, tokens)
 
     def plan(self, batch: Batch) -> Any:
         """Attention's host work for this batch: before its forward and before its graph's replay alike."""

@@ -21,6 +21,7 @@ from minserve.runtime import engine as engine_module
 from minserve.runtime.connection import FrontConnection
 from minserve.runtime.controls import Controls
 from minserve.runtime.engine import Engine
+from minserve.runtime.grammar import Grammars
 from minserve.runtime.scheduler import Scheduler
 
 
@@ -39,8 +40,9 @@ class Running:
         self.scheduler = Scheduler(self.limits)
         runner = make_runner(self.limits, self.model)
         self.connection = FrontConnection(theirs)
-        controls = Controls(self.scheduler, {"fixed": 1}, torch.device("cpu"))
-        self.engine = Engine(self.connection, self.scheduler, runner, controls)
+        grammars = Grammars(VOCAB)
+        controls = Controls(self.scheduler, {"fixed": 1}, torch.device("cpu"), grammars)
+        self.engine = Engine(self.connection, self.scheduler, runner, controls, grammars)
         self.raised = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -281,7 +283,9 @@ def test_a_failing_forward_is_the_engines_end_with_a_last_word(monkeypatch):
     model.forward = fail
     scheduler = Scheduler(limits)
     connection = FrontConnection(theirs)
-    loop = Engine(connection, scheduler, make_runner(limits, model), Controls(scheduler, {}, torch.device("cpu")))
+    grammars = Grammars(VOCAB)
+    controls = Controls(scheduler, {}, torch.device("cpu"), grammars)
+    loop = Engine(connection, scheduler, make_runner(limits, model), controls, grammars)
     codes = []
     monkeypatch.setattr(engine_module, "start", lambda _: loop)
     thread = threading.Thread(target=lambda: codes.append(engine_module.serve(connection)))
