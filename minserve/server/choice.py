@@ -66,6 +66,12 @@ class Choice:
     def num_reasoning_tokens(self) -> int:
         return self._text.num_reasoning_tokens
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice, if one did."""
+        stopped = self._text.stopped
+        return stopped.stop or None if stopped is not None else None
+
     def feed(self, output: TokenOutput) -> list[Piece]:
         """New pieces, one for each token that made text visible. Raises ApiError when the engine gave this choice up."""
         if self.finish_reason is not None:

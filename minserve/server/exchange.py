@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ class Exchange:
     request_id: str
     """What the client named the exchange; an own name when it gave none."""
     headers: dict[str, str]
+    error_body: Callable[[ApiError], bytes] = ApiError.body
+    """An error as clients of the endpoint's API read it."""
 
     def json(self, value: Any, status: int = 200) -> web.Response:
         return self.raw_json(msgspec.json.encode(value), status)
@@ -31,7 +34,7 @@ class Exchange:
         return web.Response(body=body, status=status, headers=self.headers, content_type="application/json")
 
     def error(self, error: ApiError) -> web.Response:
-        response = self.raw_json(error.body(), error.status)
+        response = self.raw_json(self.error_body(error), error.status)
         if error.retry_after:
             response.headers["Retry-After"] = str(error.retry_after)
         if error.status == 401:
@@ -39,7 +42,9 @@ class Exchange:
         return response
 
 
-def open_exchange(request: web.BaseRequest, cors_origins: tuple[str, ...]) -> Exchange:
+def open_exchange(
+    request: web.BaseRequest, cors_origins: tuple[str, ...], error_body: Callable[[ApiError], bytes] = ApiError.body
+) -> Exchange:
     """Names the exchange and settles the headers of its answer."""
     given = request.headers.get("x-request-id", "")
     usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isprintable() and given.isascii()
@@ -51,7 +56,7 @@ def open_exchange(request: web.BaseRequest, cors_origins: tuple[str, ...]) -> Ex
         if "*" in cors_origins or origin in cors_origins:
             headers["Access-Control-Allow-Origin"] = "*" if "*" in cors_origins else origin
             headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
-    return Exchange(request, request_id, headers)
+    return Exchange(request, request_id, headers, error_body)
 
 
 def preflight(exchange: Exchange) -> web.Response:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from minserve.server import usage
+from minserve.server import messages_api, responses, usage
 from minserve.server.api_errors import ApiError
 from minserve.server.bodies import BodyReader
 from minserve.server.choice import Piece
@@ -17,8 +21,10 @@ from minserve.server.front import Front
 from minserve.server.generation import Generation, Prompt
 from minserve.server.loaded_model import LoadedModel
 from minserve.server.logprobs import LogprobFormat
+from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
 from minserve.server.prompts import prepare_chat, prepare_completion
+from minserve.server.responses import ResponseWriter
 from minserve.server.slow_readers import SlowReaders
 from minserve.server.whole_answers import WholeAnswer
 
@@ -26,11 +32,35 @@ INLINE_BYTES = 4096
 """Bodies up to here are decoded and tokenised where they are: a thread would cost more than it frees."""
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Prepare = Callable[[bytes | bytearray, LoadedModel], tuple[Options, list[Prompt]]]
+
+class Writer(Protocol):
+    """One answer in the words of its API: either `add` and `body`, or `render` and `last`."""
+
+    def add(self, number: int, pieces: list[Piece]) -> None: ...
+
+    def body(self) -> bytes: ...
+
+    def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes: ...
+
+    def last(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+
+class Asked(NamedTuple):
+    """A checked request, and what will write its answer."""
+
+    options: Options
+    prompts: list[Prompt]
+    shape: AnswerShape
+    writer: Callable[[Generation], Writer]
+
+
+Prepare = Callable[[bytes | bytearray, LoadedModel], Asked]
 
 
 class GenerateEndpoints:
-    """Chat and text completions."""
+    """Chat and text completions, and the other APIs that ask for the same."""
 
     def __init__(self, front: Front, bodies: BodyReader, slow_readers: SlowReaders) -> None:
         self._front = front
@@ -38,48 +68,58 @@ class GenerateEndpoints:
         self._slow_readers = slow_readers
 
     async def chat_completions(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, CHAT, prepare_chat)
+        return await self._answer(exchange, _chat)
 
     async def completions(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, COMPLETION, prepare_completion)
+        return await self._answer(exchange, _completion)
 
-    async def _answer(self, exchange: Exchange, shape: AnswerShape, prepare: Prepare) -> web.StreamResponse:
+    async def responses(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._answer(exchange, _response)
+
+    async def messages(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._answer(exchange, _message)
+
+    async def count_tokens(self, exchange: Exchange) -> web.StreamResponse:
+        """`{"input_tokens": n}` for a body of /v1/messages."""
+        model = self._front.loaded()
+        asked = await self._prepared(exchange, _message_to_count, model)
+        return exchange.json({"input_tokens": len(asked.prompts[0].token_ids)})
+
+    async def _answer(self, exchange: Exchange, prepare: Prepare) -> web.StreamResponse:
         with self._front.accepted() as model:
-            options, prompts = await self._prepared(exchange, prepare, model)
+            options, prompts, shape, writer = await self._prepared(exchange, prepare, model)
             generation = Generation(shape, options, prompts, exchange.request_id, model, self._front.engines)
             with self._front.under_way(generation):
                 if options.stream:
-                    return await self._stream(exchange, generation)
-                return await self._whole(exchange, generation)
+                    return await self._stream(exchange, generation, writer(generation))
+                return await self._whole(exchange, generation, writer(generation))
 
-    async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> tuple[Options, list[Prompt]]:
+    async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> Asked:
         async with self._bodies.body(exchange.request) as body:
             if len(body) <= INLINE_BYTES:
                 return prepare(body, model)
             return await self._front.off_loop(lambda: prepare(body, model), len(body))
 
-    async def _whole(self, exchange: Exchange, generation: Generation) -> web.StreamResponse:
-        answer = WholeAnswer(generation, _logprob_format(generation))
+    async def _whole(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         while generation.open:
             for number, pieces in await generation.advance():
-                answer.add(number, pieces)
+                writer.add(number, pieces)
         if generation.options.logprobs is None and generation.options.prompt_logprobs is None:
-            return exchange.raw_json(answer.body())
-        return exchange.raw_json(await self._front.off_loop(answer.body))
+            return exchange.raw_json(writer.body())
+        return exchange.raw_json(await self._front.off_loop(writer.body))
 
-    async def _stream(self, exchange: Exchange, generation: Generation) -> web.StreamResponse:
+    async def _stream(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         """The status is sent with the first piece: until then an error still is an error response."""
         response = _EventStream(headers={**exchange.headers, **_STREAM_HEADERS})
-        events = _Events(generation)
         with self._slow_readers.watch(exchange.request, generation) as watch:
             try:
                 while True:
-                    data = events.render(await generation.advance())
+                    data = writer.render(await generation.advance())
                     if not response.prepared and (data or not generation.open):
                         await response.prepare(exchange.request)
                     watch.begin()
                     if not generation.open:
-                        await response.write_eof(data + events.writer.last())
+                        await response.write_eof(data + writer.last())
                         return response
                     if data:
                         await response.write(data)
@@ -89,21 +129,61 @@ class GenerateEndpoints:
                 if not response.prepared:
                     raise
                 response.force_close()
-                await response.write_eof(events.writer.error(error))
+                await response.write_eof(writer.error(error))
                 return response
+
+
+def _chat(body: bytes | bytearray, model: LoadedModel) -> Asked:
+    return Asked(*prepare_chat(body, model), CHAT, _CompletionWriter)
+
+
+def _completion(body: bytes | bytearray, model: LoadedModel) -> Asked:
+    return Asked(*prepare_completion(body, model), COMPLETION, _CompletionWriter)
+
+
+def _response(body: bytes | bytearray, model: LoadedModel) -> Asked:
+    chat, fields = responses.chat_body(body)
+    with _renamed(responses.RENAMED):
+        options, prompts = prepare_chat(chat, model)
+    return Asked(options, prompts, dataclasses.replace(CHAT, id_prefix="resp_"), lambda made: ResponseWriter(made, fields))
+
+
+def _message(body: bytes | bytearray, model: LoadedModel, *, counts_only: bool = False) -> Asked:
+    chat, _ = messages_api.chat_body(body, counts_only=counts_only)
+    with _renamed(messages_api.RENAMED):
+        options, prompts = prepare_chat(chat, model)
+    return Asked(options, prompts, dataclasses.replace(CHAT, id_prefix="msg_"), MessageWriter)
+
+
+def _message_to_count(body: bytes | bytearray, model: LoadedModel) -> Asked:
+    return _message(body, model, counts_only=True)
+
+
+@contextlib.contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the field as the client wrote it."""
+    try:
+        yield
+    except ApiError as error:
+        first = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+        if first in names:
+            error.param = names[first] + (error.param or "")[len(first) :]
+            error.message = error.message.replace(first, names[first], 1) if error.message.startswith(first) else error.message
+        raise
 
 
 class _EventStream(web.StreamResponse):
     _send_headers_immediately = False  # they go out with the first event, in one packet
 
 
-class _Events:
-    """Pieces of a generation as events, each choice opened before its first one."""
+class _CompletionWriter:
+    """Chat and text completions. Pieces become events, each choice opened before its first one, or are collected."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._format = _logprob_format(generation)
-        self.writer = ChunkWriter(
+        self._collected = WholeAnswer(generation, self._format)
+        self._chunks = ChunkWriter(
             generation.shape,
             generation.options,
             self._format,
@@ -112,6 +192,18 @@ class _Events:
             lambda: usage.encoded(generation.usage()),
         )
         self._echoed: dict[int, int] = {}  # choices that were opened, and the characters echoed before them
+
+    def add(self, number: int, pieces: list[Piece]) -> None:
+        self._collected.add(number, pieces)
+
+    def body(self) -> bytes:
+        return self._collected.body()
+
+    def last(self) -> bytes:
+        return self._chunks.last()
+
+    def error(self, error: ApiError) -> bytes:
+        return self._chunks.error(error)
 
     def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
         parts: list[bytes] = []
@@ -122,7 +214,7 @@ class _Events:
                     continue
                 offset = self._echoed[number] = self._open(number, parts)
             for piece in pieces:
-                parts.append(self.writer.piece(number, piece, offset))
+                parts.append(self._chunks.piece(number, piece, offset))
         return b"".join(parts)
 
     def _prompt_is_unread(self, number: int) -> bool:
@@ -133,11 +225,11 @@ class _Events:
 
     def _open(self, number: int, parts: list[bytes]) -> int:
         generation = self._generation
-        parts.append(self.writer.opening(number, generation.prompt_of(number).token_ids))
+        parts.append(self._chunks.opening(number, generation.prompt_of(number).token_ids))
         if not generation.options.echo:
             return 0
         text = echo_text(generation, number)
-        parts.append(self.writer.echo(number, text, echo_logprobs(generation, self._format, number)))
+        parts.append(self._chunks.echo(number, text, echo_logprobs(generation, self._format, number)))
         return len(text)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from minserve.server import messages_api
 from minserve.server.admin import AdminEndpoints
 from minserve.server.api_errors import ApiError
 from minserve.server.bodies import BodyReader
@@ -42,9 +43,11 @@ class HttpServer(web.Server):
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        exchange = open_exchange(request, self._cors_origins)
+        path = _SLASHES.sub("/", request.path).rstrip("/") or "/"
+        is_anthropic = path.startswith("/v1/messages")
+        exchange = open_exchange(request, self._cors_origins, messages_api.error_body if is_anthropic else ApiError.body)
         try:
-            return await self._answer(exchange)
+            return await self._answer(exchange, path)
         except ApiError as error:
             return exchange.error(error)
         except ConnectionError:
@@ -53,9 +56,8 @@ class HttpServer(web.Server):
             log.exception("a request failed (x-request-id %s, %s %s)", exchange.request_id, request.method, request.path)
             return exchange.error(ApiError(500, f"Internal error; its record is under x-request-id {exchange.request_id}"))
 
-    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+    async def _answer(self, exchange: Exchange, path: str) -> web.StreamResponse:
         request = exchange.request
-        path = _SLASHES.sub("/", request.path).rstrip("/") or "/"
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers and self._cors_origins:
             return preflight(exchange)
         if self._keys and path not in _OPEN_PATHS:
@@ -76,6 +78,8 @@ class HttpServer(web.Server):
 
     def _check_key(self, request: web.BaseRequest) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if "x-api-key" in request.headers:  # as Anthropic's clients send it
+            scheme, given = "bearer", request.headers["x-api-key"]
         sent = given.strip().encode("utf-8", "replace")
         matches = [hmac.compare_digest(sent, key) for key in self._keys]  # all of them: the time must not tell which
         if scheme.lower() != "bearer" or not any(matches):
@@ -116,6 +120,9 @@ def _routes(generate: GenerateEndpoints, admin: AdminEndpoints) -> dict[str, dic
     post: dict[str, Endpoint] = {
         "/v1/chat/completions": generate.chat_completions,
         "/v1/completions": generate.completions,
+        "/v1/responses": generate.responses,
+        "/v1/messages": generate.messages,
+        "/v1/messages/count_tokens": generate.count_tokens,
         "/tokenize": admin.tokenize,
         "/detokenize": admin.detokenize,
         "/abort_request": admin.abort_request,

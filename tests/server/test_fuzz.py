@@ -58,7 +58,45 @@ tool = st.fixed_dictionaries(
         "function": st.fixed_dictionaries({"name": st.text(max_size=5)}) | anything,
     },
 )
+item = message | st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | anything,
+        "role": st.sampled_from(["user", "assistant"]) | anything,
+        "content": st.text(max_size=20) | st.lists(part, max_size=3) | anything,
+        "call_id": anything,
+        "name": anything,
+        "arguments": anything,
+        "output": anything | st.lists(part, max_size=2),
+    },
+)
+"""Of a conversation as /v1/responses has it."""
+block = part | st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["text", "tool_use", "tool_result", "thinking"]) | anything,
+        "text": anything,
+        "id": anything,
+        "name": anything,
+        "input": anything,
+        "tool_use_id": anything,
+        "content": anything | st.lists(part, max_size=2),
+    },
+)
+turn = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant"]) | anything,
+        "content": st.text(max_size=9) | st.lists(block, max_size=3) | anything,
+    },
+)
+"""Of a conversation as /v1/messages has it."""
 FIELDS: dict[str, Any] = {
+    "instructions": st.text(max_size=9),
+    "max_output_tokens": st.integers(1, 6),
+    "text": st.just({"format": {"type": "text"}}),
+    "system": st.text(max_size=9) | st.lists(part, max_size=2),
+    "stop_sequences": st.lists(st.text(min_size=1, max_size=4), max_size=3),
     "model": st.just("tiny"),
     "max_tokens": st.integers(1, 6),
     "max_completion_tokens": st.integers(1, 6),
@@ -115,6 +153,9 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": prompt},
     "/detokenize": {"tokens": st.lists(st.integers(0, 262), max_size=9)},
     "/abort_request": {"abort_all": st.booleans()},
+    "/v1/responses": {"input": st.text(max_size=20) | st.lists(item, max_size=4)},
+    "/v1/messages": {"messages": st.lists(turn, max_size=4)},
+    "/v1/messages/count_tokens": {"messages": st.lists(turn, max_size=4)},
 }
 requests = st.one_of([st.tuples(st.just(path), bodies(own, odd)) for path, own in ENDPOINTS.items() for odd in (False, True)])
 relaxed = settings(
@@ -137,10 +178,16 @@ def check(edge: Edge, path: str, body: Any) -> None:
     answer = edge.post(path, body)
     assert answer.status < 500, (body, answer)
     if answer.headers["Content-Type"] == "text/event-stream":
-        assert answer.events[-1] == "[DONE]"
+        assert (
+            answer.body.endswith((b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n'))
+            or b"event: response." in answer.body
+        )
     else:
         parsed = answer.json
-        if answer.status >= 400:
+        if answer.status >= 400 and path.startswith("/v1/messages"):
+            assert parsed["type"] == "error"
+            assert set(parsed["error"]) == {"type", "message"}
+        elif answer.status >= 400:
             assert set(parsed["error"]) == {"message", "type", "param", "code"}
             assert parsed["error"]["param"] or answer.status == 499
             assert len(edge.engine.added) == before

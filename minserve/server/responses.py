@@ -1,0 +1,236 @@
+"""`/v1/responses`: OpenAI's newer API as an adapter. Its body becomes a chat body, the answer's blocks become output items.
+
+Nothing is stored: `previous_response_id` is refused, `store` is ignored.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from minserve.server.api_errors import ApiError, bad_request
+from minserve.server.blocks import Block, BlockWriter
+from minserve.server.fields import Fields, decode_object, decode_value
+from minserve.server.generation import Generation
+
+_PASSED_ON = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stream",
+    "stop",
+    "seed",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Fields that chat completions read alike."""
+_TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+"""Names in errors of the chat body, and what the client calls them."""
+
+
+def chat_body(body: bytes | bytearray) -> tuple[bytes, Fields]:
+    """The chat completion that asks for the same, and the fields as they came. Raises ApiError naming the field."""
+    fields = decode_object(body)
+    if fields.has("previous_response_id"):
+        raise bad_request(
+            "previous_response_id: responses are not stored here; send the whole conversation", "previous_response_id"
+        )
+    if fields.boolean("background", False):
+        raise bad_request("background responses are not supported", "background")
+    chat: dict[str, Any] = {name: fields.value(name) for name in _PASSED_ON if fields.has(name)}
+    chat["messages"] = _messages(fields)
+    if fields.has("max_output_tokens"):
+        chat["max_tokens"] = fields.value("max_output_tokens")
+    if tools := fields.array("tools"):
+        chat["tools"] = [_tool(decode_value(raw, f"tools[{index}]"), f"tools[{index}]") for index, raw in enumerate(tools)]
+    choice = chat.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    text = fields.object("text")
+    if text is not None and isinstance(form := text.value("format"), dict) and form.get("type") != "text":
+        schema = {key: value for key, value in form.items() if key != "type"}
+        chat["response_format"] = {"type": form.get("type"), **({"json_schema": schema} if schema else {})}
+    return msgspec.json.encode(chat), fields
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    instructions = fields.string("instructions")
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    given = fields.value("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise bad_request("input must be a string or a list of items", "input")
+    for index, item in enumerate(given):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, param: str) -> None:
+    """Calls of one turn become one assistant message, as chat models know them."""
+    if not isinstance(item, dict):
+        raise bad_request(f"{param} must be an object", param)
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{param}.content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = item.get("output")
+        content = output if isinstance(output, str) else _content(output, f"{param}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind != "reasoning":  # earlier reasoning is left out, as templates do
+        raise bad_request(f"{param} has type {str(kind)[:40]!r}, which is not supported", f"{param}.type")
+
+
+def _content(content: Any, param: str) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_TYPES:
+            raise bad_request(
+                f"{param}[{index}] has type {str(kind)[:40]!r}; this model reads text only", f"{param}[{index}].type"
+            )
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+def _tool(tool: Any, param: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise bad_request(f'{param}.type must be "function"', f"{param}.type")
+    if "function" in tool:
+        return tool
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+class ResponseWriter(BlockWriter):
+    def __init__(self, generation: Generation, asked: Fields) -> None:
+        super().__init__(generation)
+        self._number = 0
+        self._item_ids: list[str] = []
+        options = generation.options
+        shown = ("instructions", "max_output_tokens", "metadata", "tools", "tool_choice", "text", "user")
+        self._settings = {
+            **{name: asked.value(name) for name in shown},
+            "background": False,
+            "model": options.model,
+            "parallel_tool_calls": asked.boolean("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": options.sampling.temperature,
+            "top_p": options.sampling.top_p,
+            "truncation": "disabled",
+        }
+        self._settings["tools"] = self._settings["tools"] or []
+        self._settings["tool_choice"] = self._settings["tool_choice"] or "auto"
+        self._settings["text"] = self._settings["text"] or {"format": {"type": "text"}}
+        self._settings["metadata"] = self._settings["metadata"] or {}
+
+    def begun(self) -> Iterable[dict[str, Any]]:
+        for name in ("created", "in_progress"):
+            yield self._told(f"response.{name}", response=self._response("in_progress"))
+
+    def opened(self, block: Block, index: int) -> Iterable[dict[str, Any]]:
+        item = self._item(Block(block.kind, [], block.call_id, block.name), index, "in_progress")
+        yield self._told("response.output_item.added", output_index=index, item=item)
+        if block.kind != "call":
+            yield self._in_part("response.content_part.added", index, part=_part(block.kind, ""))
+
+    def grown(self, block: Block, index: int, text: str) -> dict[str, Any]:
+        if block.kind == "call":
+            return self._in_item("response.function_call_arguments.delta", index, delta=text)
+        if block.kind == "reasoning":
+            return self._in_part("response.reasoning_text.delta", index, delta=text)
+        return self._in_part("response.output_text.delta", index, delta=text, logprobs=[])
+
+    def closed(self, block: Block, index: int) -> Iterable[dict[str, Any]]:
+        text = block.text
+        if block.kind == "call":
+            yield self._in_item("response.function_call_arguments.done", index, name=block.name, arguments=text)
+        else:
+            if block.kind == "reasoning":
+                yield self._in_part("response.reasoning_text.done", index, text=text)
+            else:
+                yield self._in_part("response.output_text.done", index, text=text, logprobs=[])
+            yield self._in_part("response.content_part.done", index, part=_part(block.kind, text))
+        yield self._told("response.output_item.done", output_index=index, item=self._item(block, index, "completed"))
+
+    def ended(self) -> Iterable[dict[str, Any]]:
+        whole = self.whole()
+        yield self._told(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return self._told("error", code=error.code or str(error.status), message=error.message, param=error.param)
+
+    def whole(self) -> dict[str, Any]:
+        return self._response("incomplete" if self.finish_reason == "length" else "completed")
+
+    def _response(self, status: str) -> dict[str, Any]:
+        generation = self.generation
+        counts = generation.usage() if status != "in_progress" else None
+        return {
+            "id": generation.id,
+            "object": "response",
+            "created_at": generation.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._item(block, index, "completed") for index, block in enumerate(self.blocks)],
+            "usage": counts
+            and {
+                "input_tokens": counts.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": counts.prompt_tokens_details.cached_tokens},
+                "output_tokens": counts.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": counts.completion_tokens_details.reasoning_tokens},
+                "total_tokens": counts.total_tokens,
+            },
+            **self._settings,
+        }
+
+    def _item(self, block: Block, index: int, status: str) -> dict[str, Any]:
+        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
+        while len(self._item_ids) <= index:
+            self._item_ids.append(prefix + uuid.uuid4().hex)
+        base = {"id": self._item_ids[index], "status": status}
+        if block.kind == "call":
+            return {**base, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+        content = [_part(block.kind, block.text)] if block.parts else []
+        if block.kind == "reasoning":
+            return {**base, "type": "reasoning", "summary": [], "content": content}
+        return {**base, "type": "message", "role": "assistant", "content": content}
+
+    def _in_item(self, kind: str, index: int, **more: Any) -> dict[str, Any]:
+        return self._told(kind, item_id=self._item_ids[index], output_index=index, **more)
+
+    def _in_part(self, kind: str, index: int, **more: Any) -> dict[str, Any]:
+        return self._in_item(kind, index, content_index=0, **more)
+
+    def _told(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **more}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
