@@ -97,7 +97,7 @@ def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: 
         raise CheckpointError(f"{model}: config.json: a field is of the wrong kind: {error}") from error
     positive = (shape.hidden, shape.num_layers, shape.vocab, shape.heads, kv_bytes_per_token(shape), longest)
     sizes = (*positive, *(value for value in dataclasses.astuple(shape) if not isinstance(value, str)))
-    if min(positive) <= 0 or min(sizes) < 0 or max(sizes) > _MAX_SIZE or shape.top_k > shape.num_experts:
+    if min(positive) <= 0 or min(sizes) < 0 or max(sizes) > _MAX_SIZE or (shape.num_experts and shape.top_k > shape.num_experts):
         raise CheckpointError(f"{model}: config.json: a size is out of range")
     if shape.experts == "int4":
         notes += ("INT4 experts are counted as INT4; a kernel stack that cannot read them widens them to 16 bits",)
