@@ -7,11 +7,12 @@ deterministic, so any difference is a fault: a stale pointer, a missed join, pad
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels.interface import AttentionShape
+from minserve.models.decoder import Decoder
+from minserve.models.model import Model
 from minserve.models.sampler import SamplerState, Variant
 from minserve.request import SamplingParams
 from minserve.runtime.batch import Batch
@@ -71,9 +74,10 @@ def check_graphs(
     try:
         for layer in runner.kv_cache:
             layer.fill_(torch.nan)
-        for done, trial in enumerate(trials):
-            on_progress(done / len(trials))
-            _check(runner, graphs, trial)
+        with _poisoned_token(runner.model) as poison:
+            for done, trial in enumerate(trials):
+                on_progress(done / len(trials))
+                _check(runner, graphs, trial, poison)
         streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
     finally:
         for layer in runner.kv_cache:
@@ -100,11 +104,13 @@ def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: i
 
 
 @torch.inference_mode()
-def _check(runner: ModelRunner, graphs: DecodeGraphs[Sampled], trial: Trial) -> None:
+def _check(runner: ModelRunner, graphs: DecodeGraphs[Sampled], trial: Trial, poison: int | None) -> None:
     dice = random.Random(trial.seed)
     step = _random_step(runner, trial, dice)
     slots = torch.tensor([row.slot for row in step.rows], device=runner.device)
     _set_up_slots(runner.sampler, step, trial.variant, dice)
+    if poison is not None:
+        runner.sampler.last_tokens[runner.limits.max_num_seqs].fill_(poison)
     batch = _poison_padding(runner.batches.to_device(runner.batches.stage(step, trial.size)), trial.real)
     plan = runner.plan(batch)
     start = _copies(runner.sampler, _STATE)
@@ -162,7 +168,24 @@ def _set_up_slots(sampler: SamplerState, step: ScheduledStep, variant: Variant, 
         params = SamplingParams(max_tokens=8, seed=index, **(kinds[0] if variant == "argmax" else kinds[index % 4]))
         known = [dice.randrange(sampler.vocab_size) for _ in range(4)]
         sampler.set_slot(row.slot, params, known[:2], known[2:])
-        sampler.last_tokens[row.slot].fill_(dice.randrange(sampler.vocab_size))
+        sampler.last_tokens[row.slot].fill_(dice.randrange(sampler.vocab_size - 1))  # the last id may be poisoned
+
+
+@contextlib.contextmanager
+def _poisoned_token(model: Model) -> Iterator[int | None]:
+    """A token whose embedding is NaN meanwhile: padding rows that read it compute NaN in every layer, whatever the kernels do
+    with a NaN in the cache. None where the head shares the matrix, and all logits would be NaN with it."""
+    if not isinstance(model, Decoder) or model.config.tie_word_embeddings:
+        yield None
+        return
+    token_id = model.config.vocab_size - 1
+    row = model.embedding.weight.detach()[token_id]
+    values = row.clone()
+    row.fill_(torch.nan)
+    try:
+        yield token_id
+    finally:
+        row.copy_(values)
 
 
 def _poison_padding(batch: Batch, real: int) -> Batch:

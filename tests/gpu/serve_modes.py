@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import math
 import random
 import re
 import subprocess
@@ -113,6 +114,7 @@ async def mixed(url: str, count: int = 200) -> str:
             "max_tokens": dice.randint(1, 40),
             "temperature": 0,
             "logprobs": 2,
+            "return_token_ids": True,
             "seed": index,
         }
         for index in range(count)
@@ -132,12 +134,18 @@ async def mixed(url: str, count: int = 200) -> str:
 
 
 def margin_of_difference(one: dict[str, Any], other: dict[str, Any]) -> float | None:
-    first, second = one["logprobs"], other["logprobs"]
-    for place, (token, its) in enumerate(zip(first["tokens"], second["tokens"], strict=False)):
+    """How clear the second run's choice was at the first token that differs, in nats; None when all are equal.
+
+    Ids are compared, since bytes of half a character look alike; log-probabilities are listed by text, so where the best
+    two share theirs, the margin is at least the odds of the best.
+    """
+    first, second = one["token_ids"], other["token_ids"]
+    for place, (token, its) in enumerate(zip(first, second, strict=False)):
         if token != its:
-            top = sorted(second["top_logprobs"][place].values(), reverse=True)
-            return top[0] - top[1] if len(top) > 1 else float("inf")
-    return None if len(first["tokens"]) == len(second["tokens"]) else float("inf")
+            chosen = other["logprobs"]["token_logprobs"][place]
+            top = sorted(other["logprobs"]["top_logprobs"][place].values(), reverse=True)
+            return top[0] - top[1] if len(top) > 1 else chosen - math.log(max(1e-9, -math.expm1(chosen)))
+    return None if len(first) == len(second) else float("inf")
 
 
 def main() -> int:

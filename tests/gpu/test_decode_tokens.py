@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from gpu.runners import capture, runner_of
 from runtime.scripted import Loop
 from tiny_checkpoints import VARIANTS, write_checkpoint
 
+from minserve.config import EMBEDDED_DIRECTORY
 from minserve.kernels import reference, stacks
 from minserve.kernels.interface import kv_page_shape
 from minserve.models.layers.streams import CudaLanes
@@ -19,12 +21,16 @@ from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import Request, SamplingParams
 from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.scheduler import Limits
 from tools.quantize_fp8 import quantize_checkpoint
 
 LEGAL = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-MARGIN = {"bf16": 0.5, "fp8": 1.5}
-"""Nats between the CPU's best two tokens within which 16-bit, or FP8, rounding may choose the other."""
+EQUAL = {"bf16": 0.6, "fp8": 0.3}
+"""Least share of tokens before the first difference, of those that the CPU itself keeps when it computes in bf16. Random
+models with peaked routers are unstable: one close choice of experts, and a request goes another way."""
+MARGIN = {"bf16": 2.0, "fp8": 3.0}
+"""Nats between the CPU's best two tokens within which rounding may choose the other; bf16 on the CPU reaches 1.2."""
 
 
 def requests() -> list[Request]:
@@ -47,26 +53,24 @@ def run(runner: ModelRunner) -> Loop:
     return loop
 
 
-def load(directory: Path, stack: str, policy: str = "serial") -> ModelRunner:
+def load(directory: Path, stack: str, policy: str = "serial", dtype: torch.dtype = torch.bfloat16) -> ModelRunner:
     checkpoint, config = open_checkpoint(directory), load_model_config(directory)
     on_cpu = stack == "cpu"
     device = torch.device("cpu") if on_cpu else DEVICE
     kernels = reference.cpu() if on_cpu else stacks.build(stack, device)
     lanes = CudaLanes(device) if policy == "overlap" else None
-    dtype = torch.float32 if on_cpu else torch.bfloat16
     model = build_model(config, checkpoint.formats, kernels, dtype, device, shared_expert=policy, lanes=lanes)
     load_weights(model, checkpoint)
     model.finish_load()
     if not on_cpu:
         return runner_of(model, kernels, max_num_seqs=8)
     limits = runner_limits(config.vocab_size)
-    cache = [torch.zeros(limits.num_pages + 1, *kv_page_shape(model.attention_shape, 64)) for _ in range(model.num_layers)]
+    shape = (limits.num_pages + 1, *kv_page_shape(model.attention_shape, 64))
+    cache = [torch.zeros(shape, dtype=dtype) for _ in range(model.num_layers)]
     return ModelRunner(model, kernels, cache, limits, device)
 
 
-def runner_limits(vocab_size: int):
-    from minserve.runtime.scheduler import Limits
-
+def runner_limits(vocab_size: int) -> Limits:
     return Limits(
         max_num_seqs=8, chunked_prefill_size=512, page_size=64, num_pages=200, max_model_len=2048, vocab_size=vocab_size
     )
@@ -94,17 +98,48 @@ def test_tokens_are_those_of_the_cpu(variant: str, kind: str, tmp_path: Path) ->
     if kind == "fp8":
         quantize_checkpoint(directory, tmp_path / "fp8")
         directory = tmp_path / "fp8"
-    wanted = run(load(directory, "cpu"))
+    wanted = run(load(directory, "cpu", dtype=torch.float32))
+    rounded = run(load(directory, "cpu"))
+    kept = sum(first_difference(wanted, rounded, index)[0] for index in wanted.tokens)
     for stack in ("torch-gpu", "hopper"):
-        report = []
+        tokens = {}
         for mode in ("eager", "graph serial", "graph overlap"):
             runner = load(directory, stack, "overlap" if mode == "graph overlap" else "serial")
             if mode != "eager":
                 capture(runner, (1, 2, 4, 8))
             got = run(runner)
+            tokens[mode] = got.tokens
             found = [first_difference(wanted, got, index) for index in wanted.tokens]
             equal, margin = sum(place for place, _ in found), max(margin for _, margin in found)
-            report.append((mode, f"{equal} of {sum(map(len, wanted.tokens.values()))} tokens", f"margin {margin:.3f}"))
             assert (mode == "eager") == (not got.scheduler.stats().graph_replays)
-            print(variant, kind, stack, *report[-1])  # noqa: T201 - part of the log
-            assert margin <= MARGIN[kind], report
+            print(variant, kind, stack, mode, f"{equal} of 288 equal (bf16 on the CPU {kept}), margin {margin:.3f}")  # noqa: T201
+            assert equal >= EQUAL[kind] * kept
+            assert margin <= MARGIN[kind]
+        assert tokens["graph serial"] == tokens["graph overlap"]
+
+
+@pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])
+def test_requests_at_once_are_what_they_are_alone(stack: str) -> None:
+    """The embedded model, 200 requests of mixed lengths: other batch mates mean other rounding, nothing else."""
+    dice = random.Random(3)
+    asked = []
+    for index in range(200):
+        prompt = [dice.randrange(20, 380) for _ in range(dice.choice([1, 7, 63, 64, 65, 200, 700]))]
+        sampling = SamplingParams(max_tokens=dice.randint(1, 40), seed=index, temperature=0.0, logprobs=2)
+        asked.append(Request(id=index, prompt_token_ids=prompt, sampling=sampling, arrival_time=0.0))
+    runner = load(EMBEDDED_DIRECTORY, stack, "overlap")
+    capture(runner, (1, 2, 4, 8))
+    loops = [Loop(runner.limits, runner), Loop(runner.limits, runner)]
+    for request in asked:
+        loops[0].add(request)
+    loops[0].run()
+    for request in asked:
+        loops[1].add(request)
+        loops[1].run()
+    for loop in loops:
+        loop.check_at_rest()
+    found = [first_difference(loops[1], loops[0], index) for index in loops[0].tokens]
+    margins = sorted((margin for _, margin in found if margin > 0.0), reverse=True)
+    print(stack, len(margins), "of 200 differ, by margins of", [round(margin, 2) for margin in margins])  # noqa: T201
+    assert len(margins) <= 50
+    assert max(margins, default=0.0) <= MARGIN["bf16"]
