@@ -174,6 +174,27 @@ def test_fp8_experts():
     torch.testing.assert_close(reference.experts_flat(x, ids, weights, kept), reference.experts_flat(x, ids, weights, wide))
 
 
+def test_int4_experts():
+    """Each expert that is hit is widened by itself; the format is read off the tensors."""
+    count, hidden, width = 3, 64, 96
+    packed = [
+        torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+        for shape in ((count, 2 * width, hidden // 8), (count, hidden, width // 8))
+    ]
+    scales = random(count, 2 * width, hidden // 32, seed=2) / 20, random(count, hidden, width // 32, seed=3) / 20
+    kept = ExpertWeights(*packed, *scales)
+    wide = ExpertWeights(*(reference.widen(p, s, torch.float32) for p, s in zip(packed, scales, strict=True)))
+    assert (kept.format, wide.format) == ("int4_group", "plain")
+    assert wide.w13.shape == (count, 2 * width, hidden) and wide.w2.shape == (count, hidden, width)
+    # Value 11 of row 5: nibble 3 of the second int32, in the first group.
+    level = (packed[0][1, 5, 1].item() >> 12 & 15) - 8
+    assert wide.w13[1, 5, 11] == level * scales[0][1, 5, 0]
+    x, ids, weights = random(5, hidden, seed=4), torch.tensor([[0, 2]] * 5, dtype=torch.int32), random(5, 2, seed=5)
+    assert torch.equal(reference.experts_flat(x, ids, weights, kept), reference.experts_flat(x, ids, weights, wide))
+    x, counts = random(3, 4, hidden, seed=6), torch.tensor([4, 0, 2], dtype=torch.int32)
+    assert torch.equal(reference.experts_masked(x, counts, kept), reference.experts_masked(x, counts, wide))
+
+
 # ---- cache and attention
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ from release_checkpoints import write_release
 from tiny_checkpoints import VARIANTS
 
 from minserve.config import Config
+from minserve.errors import DoesNotFit
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels
 from minserve.models.load_report import LoadReport
 from minserve.models.model_config import load_model_config
 from minserve.plan import Plan
+from minserve.runtime import assembly
 from minserve.runtime.assembly import assemble
 from minserve.runtime.forecast import compare, forecast, sentence
 from minserve.runtime.kv_cache import KVPlan
@@ -74,3 +77,20 @@ def test_the_sentence() -> None:
     assert sentence(rows) == (
         "weights 2.0 GB predicted, 2.1 GB measured (+5.0 %); buffers 0 bytes predicted, 5 bytes measured (+0.0 %)"
     )
+
+
+def test_where_int4_is_widened_a_refusal_of_memory_says_so(
+    tiny_dir: TinyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("2.0 TB")
+
+    monkeypatch.setattr(assembly, "build_model", refuse)
+    release, _ = write_release("Kimi-K2-Thinking", tmp_path)
+    widening = dataclasses.replace(reference.cpu(), name="torch-gpu", keeps_int4=False)
+    monkeypatch.setattr("minserve.kernels.stacks.build", lambda *_: widening)
+    words = r"no memory for the model's weights \(the torch-gpu stack cannot read INT4, so they are widened\): 2\.0 TB"
+    with pytest.raises(DoesNotFit, match=words):
+        weights_of_a_start(release)
+    with pytest.raises(DoesNotFit, match=r"no memory for the model's weights: 2\.0 TB"):
+        weights_of_a_start(tiny_dir("moonlight"))
