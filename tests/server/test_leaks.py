@@ -23,8 +23,12 @@ def test_rounds_of_bad_treatment_leave_nothing_behind() -> None:
 
 
 def test_what_grows_is_found() -> None:
-    calm = Reading(files=20, megabytes=100.0, pages=0.0, running=0.0)
+    calm = Reading(files=20, megabytes=100.0, engine_megabytes=50.0, pages=0.0, running=0.0)
     assert leak_rounds.faults([calm] * 5) == []
     assert leak_rounds.faults([calm, calm, calm, calm._replace(files=21)]) == ["open files grew from 20 to 21"]
-    assert leak_rounds.faults([calm, calm, calm, calm._replace(megabytes=106.0)]) == ["memory grew from 100 to 106 MB"]
+    assert leak_rounds.faults([calm, calm, calm, calm._replace(megabytes=106.0)]) == [
+        "memory of the front grew from 100 to 106 MB"
+    ]
+    grown = calm._replace(engine_megabytes=60.0)
+    assert leak_rounds.faults([calm, calm, calm, grown]) == ["memory of the engine grew from 50 to 60 MB"]
     assert "requests still run" in leak_rounds.faults([calm._replace(running=1.0), calm, calm])[0]
