@@ -109,9 +109,12 @@ def compare_with_blobs(blobs: Mapping[Path, str], files: Mapping[Path, str]) -> 
     """CheckpointError naming each file whose content is not what the cache's name says."""
     wrong = []
     for file, blob in blobs.items():
-        actual = files.get(file) or (_git_sha1(file) if len(blob) == 40 else _sha256(file))
-        if actual != blob:
-            wrong.append(f"{file.name} ({file.stat().st_size:,} bytes) has {actual}, its blob is {blob}")
+        try:
+            actual = _git_sha1(file) if len(blob) == 40 else files.get(file) or _sha256(file)
+            if actual != blob:
+                wrong.append(f"{file.name} ({file.stat().st_size:,} bytes) has {actual}, its blob is {blob}")
+        except OSError as error:
+            wrong.append(f"{file.name} cannot be read: {error.strerror}")
     if wrong:
         raise CheckpointError(f"{len(wrong)} of {len(blobs)} files are damaged: {named(wrong)}")
 
@@ -191,19 +194,19 @@ def _with_progress(files: Sequence[Path], *, by_tensor: bool) -> Checksums:
 
 def _hash_file(path: Path, on_bytes: Callable[[int], None], by_tensor: bool) -> tuple[str, dict[str, ManifestEntry]]:
     """(sha256 of the whole file, its tensors). The proven ranges follow each other without a gap, so one pass serves both."""
-    tensors = [tensor for tensor in read_header(path) if tensor.num_bytes] if by_tensor else []
+    tensors = read_header(path) if by_tensor else []
     whole, entries = hashlib.sha256(), {}
     buffer = memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        _digest(file, tensors[0].begin if tensors else path.stat().st_size, whole, None, buffer, on_bytes)
-        for tensor in tensors:
-            own = hashlib.sha256()
-            if _digest(file, tensor.num_bytes, whole, own, buffer, on_bytes):
-                raise CheckpointError(f"{path}: {tensor.name} was cut short while it was read")
-            entries[tensor.name] = _entry(tensor, own.hexdigest())
-    if by_tensor:
-        nothing = hashlib.sha256().hexdigest()
-        entries |= {tensor.name: _entry(tensor, nothing) for tensor in read_header(path) if not tensor.num_bytes}
+    try:
+        with path.open("rb", buffering=0) as file:
+            _digest(file, tensors[0].begin if tensors else path.stat().st_size, whole, None, buffer, on_bytes)
+            for tensor in tensors:
+                own = hashlib.sha256()
+                if _digest(file, tensor.num_bytes, whole, own, buffer, on_bytes):
+                    raise CheckpointError(f"{path}: {tensor.name} was cut short while it was read")
+                entries[tensor.name] = _entry(tensor, own.hexdigest())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return whole.hexdigest(), entries
 
 
@@ -244,8 +247,11 @@ def _sha256(path: Path) -> str:
 
 
 def _git_sha1(path: Path) -> str:
-    body = path.read_bytes()
-    return hashlib.sha1(f"blob {len(body)}\0".encode() + body, usedforsecurity=False).hexdigest()
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _bytes_of(proof: LoadProof) -> str:

@@ -175,6 +175,29 @@ def test_an_incomplete_hub_cache_is_named(sharded: Path, tmp_path: Path) -> None
         check(snapshot, None, None)
 
 
+def test_small_weights_that_git_keeps_itself_have_gits_checksum(sharded: Path, tmp_path: Path) -> None:
+    """Repositories of tiny models: the weights are no LFS files there, so their blobs are named by git's sha1."""
+    snapshot = write_cache(tmp_path / "hub", "org/name", sharded, lfs=())
+    assert all(len(link.resolve().name) == 40 for link in snapshot.iterdir())
+    assert "5 files are what" in check(snapshot, None, None)
+    next(snapshot.glob("model-00001*")).resolve().open("r+b").write(b"\x10")
+    with pytest.raises(CheckpointError):
+        check(snapshot, None, None)
+
+
+def test_another_file_of_a_cache_that_dangles_is_named(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "tokenizer.json").write_text("{}")
+    snapshot = write_cache(tmp_path / "hub", "org/name", sharded)
+    (snapshot / "tokenizer.json").resolve().unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 6 files are damaged: tokenizer.json cannot be read: No such file"):
+        check(snapshot, None, None)
+
+
+def test_a_file_that_goes_away_after_the_proof_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone.safetensors cannot be read: No such file"):
+        compute_checksums([tmp_path / "gone.safetensors"], print, by_tensor=False)
+
+
 # ---- one pass, bounded memory
 
 
