@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 from minserve.config import Config
 from minserve.config import decode as decode_config
@@ -34,6 +35,8 @@ from minserve.request import TokenOutput
 DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 _RECEIVE_BYTES = 1 << 20
 _SHUTDOWN = encode_body(Shutdown())
+_PULSE_SECONDS = 0.5
+"""A worker without requests hears this often how the engine is while others have some."""
 _PR_SET_PDEATHSIG = 1
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a dead peer shows as POLLHUP alone
 
@@ -57,6 +60,7 @@ class FrontConnection:
             self._readable.register(connection, select.POLLIN)
         self._workers: list[socket.socket | None] = list(connections)
         """None: the worker was told to leave and is done."""
+        self._spoke_at = [0.0] * len(connections)
         self._frames = [FrameReader() for _ in connections]
         self._bodies: collections.deque[bytes] = collections.deque()
         self._leaving = threading.Event()
@@ -130,8 +134,11 @@ class FrontConnection:
             by_worker: dict[int, list[TokenOutput]] = {}
             for output in message.outputs:
                 by_worker.setdefault(output.request_id % len(self._workers), []).append(output)
-            for number, outputs in by_worker.items():
-                self._send(number, StepOutputs(outputs, message.stats))
+            pulse = time.monotonic() - _PULSE_SECONDS
+            for number, spoke_at in enumerate(self._spoke_at):
+                outputs = by_worker.get(number, [])
+                if outputs or spoke_at < pulse:
+                    self._send(number, StepOutputs(outputs, message.stats))
         elif isinstance(message, Reply):
             self._send(message.call_id % len(self._workers), message)
         else:
@@ -146,6 +153,7 @@ class FrontConnection:
             connection.sendall(encode_frame(message))
         except OSError as error:
             raise FrontGone from error
+        self._spoke_at[number] = time.monotonic()
 
     def leave_with_front(self) -> None:
         """From now on the front's death ends this process at once, wherever it is: loading, in a long step, or stuck."""

@@ -26,6 +26,7 @@ from minserve.messages import (
     frame,
 )
 from minserve.request import TokenOutput
+from minserve.runtime import connection as connection_module
 from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
 
 
@@ -129,6 +130,20 @@ def test_workers_of_one_front_hear_what_is_theirs(two_workers: tuple[list[socket
     assert [heard(worker) for worker in workers] == [[StepOutputs(outputs[:1], StepStats())], [Reply(7, "yes")]]
     connection.send(Starting("load", 0.5))
     assert [heard(worker) for worker in workers] == [[Starting("load", 0.5)]] * 2
+
+
+def test_a_worker_without_requests_still_feels_the_pulse(
+    two_workers: tuple[list[socket.socket], FrontConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, connection = two_workers
+    monkeypatch.setattr(connection_module, "_PULSE_SECONDS", 0.2)
+    began = time.monotonic()
+    beats = 0
+    while time.monotonic() - began < 1.0:
+        connection.send(StepOutputs([TokenOutput(request_id=2)], StepStats(steps=7)))
+        heard(workers[0])
+        beats += len(heard(workers[1]))
+    assert 3 <= beats <= 6
 
 
 def test_the_engine_leaves_when_all_workers_have_said_so(two_workers: tuple[list[socket.socket], FrontConnection]) -> None:
