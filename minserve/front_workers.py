@@ -13,14 +13,17 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import types
 from multiprocessing import connection as waiting
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 from minserve.config import Config
 from minserve.errors import ExitCode, ServerError
 from minserve.server.app import serve
+from minserve.server.siblings import Siblings
 
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
@@ -52,21 +55,32 @@ def run(config: Config, connections: list[list[socket.socket]], listeners: list[
     before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         context = multiprocessing.get_context("fork")
-        for number in range(len(connections)):
-            worker = context.Process(target=_work, args=(number, config, connections, listeners, os.getpid()), daemon=True)
-            worker.start()
-            group.workers.append(worker)
-            if group.first_signal is not None:  # it came before this worker was known
-                group.pass_on(group.first_signal)
-        for opened in (*(connection for of_worker in connections for connection in of_worker), *listeners):
-            opened.close()
-        return _wait(group)
+        with tempfile.TemporaryDirectory(prefix="minserve-") as folder:
+            private = [_private_listener(Path(folder) / str(number)) for number in range(len(connections))]
+            for number in range(len(connections)):
+                arguments = (number, config, connections, listeners, private, os.getpid())
+                worker = context.Process(target=_work, args=arguments, daemon=True)
+                worker.start()
+                group.workers.append(worker)
+                if group.first_signal is not None:  # it came before this worker was known
+                    group.pass_on(group.first_signal)
+            for opened in (*(connection for of_worker in connections for connection in of_worker), *listeners, *private):
+                opened.close()
+            return _wait(group)
     finally:
         for worker in group.workers:
             worker.kill()
             worker.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _private_listener(path: Path) -> socket.socket:
+    """Where a worker answers the others; the folder is this user's alone."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
 
 
 def _wait(group: _Group) -> ExitCode:
@@ -107,7 +121,12 @@ def _worse(known: ExitCode | None, new: ExitCode) -> ExitCode:
 
 
 def _work(
-    number: int, config: Config, connections: list[list[socket.socket]], listeners: list[socket.socket], supervisor: int
+    number: int,
+    config: Config,
+    connections: list[list[socket.socket]],
+    listeners: list[socket.socket],
+    private: list[socket.socket],
+    supervisor: int,
 ) -> None:
     """A worker's whole life."""
     if sys.platform == "linux":
@@ -117,15 +136,18 @@ def _work(
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the supervisor alone, which passes it on
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    others = [str(listener.getsockname()) for listener in private]
     for other in range(len(connections)):
         if other != number:  # else nobody would see the end of a worker by its sockets
             for connection in connections[other]:
                 connection.close()
             listeners[other].close()
+            private[other].close()
     if number > 0:  # what all of them would say is said once
         logging.getLogger("minserve").setLevel(logging.WARNING)
     try:
-        code = asyncio.run(serve(config, connections[number], listeners[number], worker=number))
+        siblings = Siblings(private[number], others[:number] + others[number + 1 :])
+        code = asyncio.run(serve(config, connections[number], listeners[number], number, siblings))
     except ServerError as error:
         sys.stderr.write(f"minserve: error: {error}\n")
         code = error.exit_code

@@ -9,7 +9,7 @@ from aiohttp import web
 from minserve import __version__
 from minserve import config as configuration
 from minserve.server import metrics, openai
-from minserve.server.api_errors import ApiError, bad_request, unavailable
+from minserve.server.api_errors import bad_request, unavailable
 from minserve.server.bodies import BodyReader
 from minserve.server.exchange import Exchange
 from minserve.server.fields import Fields, decode_object
@@ -45,7 +45,8 @@ class AdminEndpoints:
         return exchange.json({"version": __version__})
 
     async def metrics(self, exchange: Exchange) -> web.StreamResponse:
-        page = self._front.loaded().metrics.page()
+        own = self._front.loaded().metrics
+        page = own.page(await self._front.siblings.ask("metrics"))
         return web.Response(body=page, headers={**exchange.headers, "Content-Type": metrics.CONTENT_TYPE})
 
     async def models(self, exchange: Exchange) -> web.StreamResponse:
@@ -124,11 +125,9 @@ class AdminEndpoints:
         wanted = fields.string("request_id") or fields.string("rid")
         if not (everything := fields.boolean("abort_all", False)) and wanted is None:
             raise bad_request("request_id is required", "request_id")
-        under_way = list(self._front.generations.values())
-        chosen = [one for one in under_way if everything or wanted in (one.id, one.request_id)]
-        for generation in chosen:
-            generation.abort("api", ApiError(499, "The request was aborted", code="request_aborted"))
-        return exchange.json({"aborted": len(chosen)})
+        wanted = None if everything else wanted
+        elsewhere = await self._front.siblings.ask("abort", wanted)
+        return exchange.json({"aborted": self._front.abort(wanted) + sum(map(int, elsewhere))})
 
     async def flush_cache(self, exchange: Exchange) -> web.StreamResponse:
         return await self._called(exchange, "flush_cache")

@@ -21,6 +21,7 @@ from minserve.server.engine_client import Death
 from minserve.server.engine_pool import EnginePool
 from minserve.server.front import Front
 from minserve.server.http import HttpServer
+from minserve.server.siblings import Siblings
 from minserve.server.slow_readers import SlowReaders
 
 log = logging.getLogger("minserve.server")
@@ -32,19 +33,28 @@ _ENGINES_LEAVE_WITHIN = 5.0
 _CONNECTIONS_CLOSE_WITHIN = 1.0
 
 
-async def serve(config: Config, engine_sockets: list[socket.socket], listen_socket: socket.socket, worker: int = 0) -> ExitCode:
+async def serve(
+    config: Config,
+    engine_sockets: list[socket.socket],
+    listen_socket: socket.socket,
+    worker: int = 0,
+    siblings: Siblings | None = None,
+) -> ExitCode:
     """Serve until a signal or a death; the code that the process is to leave with. Both kinds of socket are closed after.
 
     From the first moment on HTTP is answered, with 503 while engines and tokenizer load. SIGTERM and SIGINT drain: new requests
     get 503, those under way have `drain_timeout` seconds, then the engines are told to leave; a second signal leaves at once.
-    `worker` is this process's number among `config.front_workers` on one port. Raises CheckpointError or UsageError when the
-    tokenizer cannot be loaded.
+    `worker` is this process's number among `config.front_workers` on one port, `siblings` the others. Raises CheckpointError or
+    UsageError when the tokenizer cannot be loaded.
     """
-    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests, worker, config.front_workers))
+    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests, worker, config.front_workers), siblings)
     slow_readers = SlowReaders()
     url = _url(config.host, listen_socket.getsockname()[1])
     try:
-        async with _listening(HttpServer(front, slow_readers), listen_socket):
+        async with (
+            front.siblings.answering(front.answers_for_siblings()),
+            _listening(HttpServer(front, slow_readers), listen_socket),
+        ):
             with _signals() as signals:
                 return await _live(front, engine_sockets, slow_readers, signals, url)
     finally:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from minserve import config as configuration
 from minserve.config import Config
@@ -20,6 +20,7 @@ from minserve.server.generation import Generation
 from minserve.server.loaded_model import LoadedModel
 from minserve.server.metrics import Metrics
 from minserve.server.model_facts import ModelFacts
+from minserve.server.siblings import Siblings
 from minserve.server.tokenizer import Tokenizer
 
 MOST_HEALTHY_SILENCE = 60.0
@@ -34,13 +35,14 @@ T = TypeVar("T")
 class Front:
     """One server process's shared state. All methods belong to the event loop's thread."""
 
-    def __init__(self, config: Config, engines: EnginePool) -> None:
+    def __init__(self, config: Config, engines: EnginePool, siblings: Siblings | None = None) -> None:
         self.config = config
         self.engines = engines
         self.phase: Literal["loading", "ready", "draining"] = "loading"
         self.model: LoadedModel | None = None
         self.generations: dict[str, Generation] = {}
         """Answers under way, by their id."""
+        self.siblings = siblings or Siblings()
         self._light = ThreadPoolExecutor(_THREADS, thread_name_prefix="minserve-text")
         self._heavy = ThreadPoolExecutor(_THREADS, thread_name_prefix="minserve-long-text")
         self._num_active = 0
@@ -120,6 +122,20 @@ class Front:
         finally:
             generation.abort("client_gone")
             del self.generations[generation.id]
+
+    def abort(self, name: str | None) -> int:
+        """Ends the answers that bear this name, their own or the client's; all of them without one. How many those were."""
+        chosen = [one for one in list(self.generations.values()) if name is None or name in (one.id, one.request_id)]
+        for generation in chosen:
+            generation.abort("api", ApiError(499, "The request was aborted", code="request_aborted"))
+        return len(chosen)
+
+    def answers_for_siblings(self) -> dict[str, Callable[[Any], bytes]]:
+        """What another worker of this port may ask."""
+        return {
+            "metrics": lambda _: self.model.metrics.own_part() if self.model is not None else b"",
+            "abort": lambda name: b"%d" % self.abort(name),
+        }
 
     async def off_loop(self, work: Callable[[], T], num_bytes: int = 0) -> T:
         """Run what takes long in a thread, while the event loop goes on; `num_bytes` tells how long."""

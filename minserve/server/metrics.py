@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -32,7 +32,8 @@ class Metrics:
     def __init__(self, prefix: str, model_name: str, engines: EnginePool, page_counts: list[int], startup: Mapping[str, float]):
         """`page_counts`: KV pages of each rank. `startup`: phase name to seconds."""
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(prefix, model_name, engines, page_counts, startup))
+        self._engine_registry = CollectorRegistry()
+        self._engine_registry.register(_EngineCollector(prefix, model_name, engines, page_counts, startup))
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, _LABELS, registry=self._registry).labels(model_name)
@@ -66,8 +67,12 @@ class Metrics:
         """`cause`: client_gone, slow_reader, api, drain or error."""
         self._aborts[cause].inc(count)
 
-    def page(self) -> bytes:
-        """The exposition text."""
+    def page(self, siblings: Sequence[bytes] = ()) -> bytes:
+        """The exposition text; `siblings` are the own parts of other workers before the same engines."""
+        return generate_latest(self._engine_registry) + _summed_pages([self.own_part(), *siblings])
+
+    def own_part(self) -> bytes:
+        """What this front has counted itself."""
         return generate_latest(self._registry)
 
 
@@ -171,6 +176,23 @@ class _EngineCollector(Collector):
         for key, value in values.items():
             metric.add_metric([self._model_name, *([key] if label else [])], value)
         return metric
+
+
+def _summed_pages(pages: Sequence[bytes]) -> bytes:
+    """One page whose samples are the sums; times of creation are the first page's."""
+    if len(pages) == 1:
+        return pages[0]
+    totals: dict[str, float] = {}
+    for page in pages:
+        for line in page.decode().splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#") and "_created" not in name.partition("{")[0]:
+                totals[name] = totals.get(name, 0.0) + float(value)
+    lines = []
+    for line in pages[0].decode().splitlines():
+        name = line.rpartition(" ")[0]
+        lines.append(f"{name} {totals[name]!r}" if name in totals and not line.startswith("#") else line)
+    return "\n".join([*lines, ""]).encode()
 
 
 def _summed(counts: list[dict[str, int]] | list[dict[int, int]]) -> dict[str, float]:

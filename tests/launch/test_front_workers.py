@@ -57,13 +57,17 @@ def test_answers_of_all_workers_are_whole_and_a_signal_drains_them(server: Serve
     engine = [child for child in psutil.Process(server.process.pid).children() if child not in workers(server)]
     assert len(engine) == 1
 
+    tokens = server.request("POST", "/tokenize", {"prompt": "10 + 2 = "})[1]["count"]
+
     def ask(number: int) -> tuple[int, int]:
-        body = {"prompt": f"{number} + 2 = ", "max_tokens": 5 + number % 3}
+        body = {"prompt": f"{10 + number} + 2 = ", "max_tokens": 5 + number % 3}
         status, answer = server.request("POST", "/v1/completions", body)
         return status, answer["usage"]["completion_tokens"]
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(60))) == [(200, 5 + number % 3) for number in range(60)]
+    assert {server.metric("prompt_tokens_total") for _ in range(12)} == {60 * tokens}, "whichever worker is asked"
+    assert {server.metric("e2e_request_latency_seconds_count") for _ in range(12)} == {60}
     streams = [stream(server, 100) for _ in range(8)]
     processes = workers(server) + engine
     server.process.send_signal(signal.SIGTERM)
@@ -76,6 +80,17 @@ def test_answers_of_all_workers_are_whole_and_a_signal_drains_them(server: Serve
     assert gone(processes, 0.5)
     assert "Traceback" not in server.log
     assert server.log.count("minserve.server: ready: ") == 1, "what all workers would say is said once"
+
+
+def test_an_abort_reaches_the_worker_that_has_the_answer(server: ServerProcess) -> None:
+    all_ready(server)
+    streams = [stream(server, 5000) for _ in range(6)]
+    assert server.request("POST", "/abort_request", {"abort_all": True})[1] == {"aborted": 6}
+    for connection, response in streams:
+        assert b"request_aborted" in response.read()
+        connection.close()
+    assert server.request("POST", "/abort_request", {"request_id": "nobody"})[1] == {"aborted": 0}
+    server.wait_metric("num_requests_running", 0)
 
 
 def test_a_worker_that_is_killed_takes_all_along(server: ServerProcess) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from prometheus_client.parser import text_string_to_metric_families
 
 from minserve.messages import StepOutputs, StepStats, encode_frame
+from minserve.server.metrics import _summed_pages
 from tests.server.conftest import Edge
 
 Start = Callable[..., AbstractContextManager[Edge]]
@@ -85,3 +86,10 @@ def test_counts_agree_with_what_was_served(start_edge: Start) -> None:
         assert edge.metric("e2e_request_latency_seconds_count") == 3
         assert edge.metric("request_queue_time_seconds_count") == 3
         assert edge.metric("aborts_total") == 0
+
+
+def test_pages_of_several_workers_are_summed() -> None:
+    page = b'# HELP a:x_total Things\n# TYPE a:x_total counter\na:x_total{m="t"} 2.0\na:x_created{m="t"} 1.7e+09\n'
+    other = page.replace(b"2.0", b"3.5").replace(b"1.7e+09", b"1.8e+09")
+    assert _summed_pages([page, other]) == page.replace(b"2.0", b"5.5")
+    assert _summed_pages([page]) == page
