@@ -60,9 +60,9 @@ def test_refusals_are_sentences(shape, capsys, words, message):
 
 
 def test_through_the_command_line(shape):
+    words = [str(shape), "--batch", "1", "--context", "8", "--steps", "5", "--modes", "eager", "--device", "cpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "minserve", "bench", "step", str(shape), "--batch", "1", "--context", "8", "--steps", "5"]
-        + ["--modes", "eager", "--device", "cpu"],
+        [sys.executable, "-m", "minserve", "bench", "step", *words],
         capture_output=True,
         text=True,
         timeout=120,
