@@ -25,6 +25,7 @@ from minserve.messages import (
     StepStats,
     ToEngine,
     ToFront,
+    Vocabulary,
     decode_to_engine,
     encode_frame,
 )
@@ -54,6 +55,9 @@ class ScriptedEngine:
         self.aborted: list[int] = []
         self.finished: list[FinishRequest] = []
         self.calls: list[Call] = []
+        self.vocabularies: list[Vocabulary] = []
+        self.refuse: Callable[[Request], TokenOutput] | None = None
+        """When set, what every request is answered with at its next step."""
         self.was_shut_down = False
         self.fail_with: str | None = None
         """When set, every request ends with this error at its next step."""
@@ -146,6 +150,8 @@ class ScriptedEngine:
                 self.calls.append(message)
                 error = f"there is no {message.method}" if message.method == "start_profile" else None
                 self._outbox.append(Reply(message.call_id, {"called": message.method}, error))
+            case Vocabulary():
+                self.vocabularies.append(message)
             case Shutdown():
                 self.was_shut_down = True
 
@@ -162,6 +168,8 @@ class ScriptedEngine:
 
     def _advance(self, sequence: Sequence) -> TokenOutput:
         request, sampling = sequence.request, sequence.request.sampling
+        if self.refuse is not None:
+            return self.refuse(request)
         if self.fail_with is not None:
             return TokenOutput(request_id=request.id, finish_reason=FinishReason.ERROR, error=self.fail_with)
         tokens: list[int] = []

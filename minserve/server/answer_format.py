@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from minserve.server.call_layouts import CallLayout, call_layout
 from minserve.server.reasoning import AnswerStart, ReasoningParser, ThinkTags, answer_start
 from minserve.server.tool_calls import CallArguments, CallStart, Event, ToolCallParser
 from minserve.server.tool_formats import TOOL_FORMATS, ToolFormat
@@ -136,6 +137,8 @@ class ModelFormats:
     tool_format: ToolFormat | None
     special_tokens: Mapping[str, int]
     """The marks of both that are special tokens."""
+    call_layout: CallLayout | None
+    """How a call that is forced shall be spelled; there as the tool format is."""
 
     def of_answer(
         self,
@@ -171,9 +174,16 @@ class ModelFormats:
         )
 
 
-def model_formats(tool_parser: str, reasoning_parser: str, model_type: str, special_tokens: Mapping[str, int]) -> ModelFormats:
-    """The parsers by their names as settings have them; "auto" goes by the model's type. `special_tokens`: text to id."""
+def model_formats(
+    tool_parser: str, reasoning_parser: str, model_type: str, special_tokens: Mapping[str, int], template: str
+) -> ModelFormats:
+    """The parsers by their names as settings have them; "auto" goes by the model's type.
+
+    `special_tokens`: text to id. `template`: the chat template, which shows the model how to write calls.
+    """
     family = next((name for word, name in _FAMILIES.items() if model_type.startswith(word)), None)
     named = family if tool_parser == "auto" else _TOOL_PARSERS.get(tool_parser)
     thinks = reasoning_parser != "none" and (reasoning_parser != "auto" or family is not None)
-    return ModelFormats(ThinkTags() if thinks else None, TOOL_FORMATS[named] if named is not None else None, special_tokens)
+    if named is None:
+        return ModelFormats(ThinkTags() if thinks else None, None, special_tokens, None)
+    return ModelFormats(ThinkTags() if thinks else None, TOOL_FORMATS[named], special_tokens, call_layout(named, template))

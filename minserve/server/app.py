@@ -119,10 +119,15 @@ async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowRe
 
 async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
     """The engines start in their own processes while the tokenizer is read here."""
-    starting = asyncio.create_task(front.engines.start(sockets))
+    await front.engines.connect(sockets)
+    starting = asyncio.create_task(front.engines.ready())
     try:
         tokenizer = await front.load_tokenizer()
+        if front.engines.worker == 0:  # the other workers' sockets are heard only once an engine is ready
+            front.engines.tell(tokenizer.vocabulary())
         model = front.become_ready(tokenizer, await starting)
+        if front.engines.worker > 0:
+            front.engines.tell(tokenizer.vocabulary())
     finally:
         starting.cancel()
     gc.collect()

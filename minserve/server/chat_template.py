@@ -37,6 +37,8 @@ class ChatTemplate:
         Raises CheckpointError when a template is not valid Jinja.
         """
         environment = _environment()
+        self.source = "\n".join(templates.values())
+        """Of all templates, for those who look for a family's marks in it."""
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in templates.items():

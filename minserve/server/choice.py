@@ -80,6 +80,8 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason is FinishReason.ERROR:
+            if output.is_bad_request:
+                raise ApiError(400, output.error or "The request cannot be served")
             raise ApiError(500, output.error or "The engine failed on this request", code="engine_error")
         if output.finish_reason is FinishReason.ABORT:
             raise ApiError(499, "The request was aborted", code="request_aborted")

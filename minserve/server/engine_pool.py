@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Any, NamedTuple
 
-from minserve.messages import AbortRequests, AddRequests, FinishRequest, Ready, StepOutputs, StepStats
+from minserve.messages import AbortRequests, AddRequests, FinishRequest, Ready, StepOutputs, StepStats, ToEngine
 from minserve.request import FinishReason, Request, SamplingParams
 from minserve.server.api_errors import RETRY_AFTER_SECONDS, ApiError, unavailable
 from minserve.server.balancer import Balancer
@@ -39,6 +39,7 @@ class EnginePool:
         self.engines = [client(rank) for rank in range(num_engines)]
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
         """Done when an engine ended that was not told to."""
+        self.worker = worker
         self._balancer = Balancer(num_engines)
         self._num_workers = num_workers
         self._max_queued = max(1, max_queued_requests // num_workers)
@@ -49,15 +50,23 @@ class EnginePool:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def start(self, connections: list[socket.socket]) -> list[Ready]:
-        """Connect and wait until every engine is ready; their facts in order of rank."""
+    async def connect(self, connections: list[socket.socket]) -> None:
+        """The engines' sockets in order of rank; they are closed with the pool."""
         for engine, connection in zip(self.engines, connections, strict=True):
             await engine.connect(connection)
+
+    async def ready(self) -> list[Ready]:
+        """Wait until every engine is ready; their facts in order of rank."""
         for engine in self.engines:
             await engine.became_ready.wait()
         facts = [engine.ready for engine in self.engines if engine.ready is not None]
         self._capacity = sum(ready.max_num_seqs for ready in facts) // self._num_workers
         return facts
+
+    def tell(self, message: ToEngine) -> None:
+        """The same to every engine."""
+        for engine in self.engines:
+            engine.send(message)
 
     @property
     def num_live(self) -> int:

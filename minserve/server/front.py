@@ -75,7 +75,11 @@ class Front:
         pages = [ready.num_pages for ready in ranks]
         metrics = Metrics(config.metrics_prefix, facts.name, self.engines, pages, ranks[0].startup_seconds)
         formats = model_formats(
-            config.tool_call_parser, config.reasoning_parser, ranks[0].model_type, tokenizer.special_token_ids()
+            config.tool_call_parser,
+            config.reasoning_parser,
+            ranks[0].model_type,
+            tokenizer.special_token_ids(),
+            tokenizer.template.source,
         )
         self.model = LoadedModel(tokenizer, facts, metrics, formats, tuple(ranks))
         if self.phase == "loading":

@@ -17,17 +17,19 @@ from minserve.server.choice import Piece
 from minserve.server.chunks import CHAT, COMPLETION, AnswerShape, ChunkWriter
 from minserve.server.echo import echo_logprobs, echo_text
 from minserve.server.exchange import Exchange
-from minserve.server.front import Front
+from minserve.server.front import HEAVY_BYTES, Front
 from minserve.server.generation import Generation, Prompt
 from minserve.server.loaded_model import LoadedModel
 from minserve.server.logprobs import LogprobFormat
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
-from minserve.server.prompts import prepare_chat, prepare_completion
+from minserve.server.prompts import asks_for_grammar, prepare_chat, prepare_completion
 from minserve.server.responses import ResponseWriter
 from minserve.server.slow_readers import SlowReaders
 from minserve.server.whole_answers import WholeAnswer
 
+GRAMMAR_WEIGHT = 16
+"""A byte of a body that asks for a grammar may take as long as so many bytes of text."""
 INLINE_BYTES = 4096
 """Bodies up to here are decoded and tokenised where they are: a thread would cost more than it frees."""
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -96,9 +98,11 @@ class GenerateEndpoints:
 
     async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> Asked:
         async with self._bodies.body(exchange.request) as body:
-            if len(body) <= INLINE_BYTES:
+            constrained = len(body) <= HEAVY_BYTES and asks_for_grammar(body)
+            if len(body) <= INLINE_BYTES and not constrained:
                 return prepare(body, model)
-            return await self._front.off_loop(lambda: prepare(body, model), len(body))
+            weight = GRAMMAR_WEIGHT if constrained else 1
+            return await self._front.off_loop(lambda: prepare(body, model), len(body) * weight)
 
     async def _whole(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         while generation.open:

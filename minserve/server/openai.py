@@ -18,6 +18,7 @@ from minserve.server.chat_messages import parse_messages, parse_tools
 from minserve.server.fields import Fields, decode_object, decode_value, is_number
 from minserve.server.model_facts import ModelFacts
 from minserve.server.options import Options, SamplingOptions
+from minserve.server.output_form import OutputForm, parse_form
 from minserve.server.prompt_limits import check_length
 
 MAX_CHOICES = 128
@@ -30,7 +31,7 @@ MAX_STOP_LENGTH = 4096
 _GREEDY_BELOW = 1e-5
 _INT64 = 1 << 63
 
-_NOT_SUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "suffix")
+_NOT_SUPPORTED = ("guided_grammar", "suffix")
 _ids_decoder = msgspec.json.Decoder(list[int])
 _id_lists_decoder = msgspec.json.Decoder(list[list[int]])
 _texts_decoder = msgspec.json.Decoder(list[str])
@@ -39,6 +40,7 @@ _texts_decoder = msgspec.json.Decoder(list[str])
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionRequest:
     options: Options
+    form: OutputForm | None
     prompts: list[str | list[int]]
     """Texts, or token ids within the vocabulary."""
     add_special_tokens: bool
@@ -74,6 +76,7 @@ class Chat:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
     options: Options
+    form: OutputForm | None
     chat: Chat
 
 
@@ -88,7 +91,7 @@ def parse_completion(body: bytes | bytearray, facts: ModelFacts) -> CompletionRe
     if len(prompts) * options.best_of > MAX_SEQUENCES:
         message = f"{len(prompts)} prompts with {options.best_of} choices each are over the limit of {MAX_SEQUENCES} sequences"
         raise bad_request(message, "prompt")
-    return CompletionRequest(options, prompts, fields.boolean("add_special_tokens", True))
+    return CompletionRequest(options, parse_form(fields), prompts, fields.boolean("add_special_tokens", True))
 
 
 def parse_chat(body: bytes | bytearray, facts: ModelFacts) -> ChatRequest:
@@ -100,7 +103,7 @@ def parse_chat(body: bytes | bytearray, facts: ModelFacts) -> ChatRequest:
     if top and not wanted:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     options = _options(fields, facts, model, echo=False, logprobs=(top or 0) if wanted else None)
-    return ChatRequest(options, parse_conversation(fields))
+    return ChatRequest(options, parse_form(fields), parse_conversation(fields))
 
 
 def parse_conversation(fields: Fields) -> Chat:
@@ -359,7 +362,3 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name in _NOT_SUPPORTED:
         if fields.has(name) and fields.value(name) != "":
             raise bad_request(f"{name} is not supported by this version", name)
-    form = fields.object("response_format")
-    if form is not None and (kind := form.string("type")) != "text":
-        message = f"response_format of type {str(kind)[:40]!r} is not supported by this version; only 'text' is"
-        raise bad_request(message, "response_format")

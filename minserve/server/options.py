@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from minserve.request import SamplingParams
+from minserve.request import Grammar, SamplingParams
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.model_facts import ModelFacts
 
@@ -29,6 +29,7 @@ class SamplingOptions:
     logit_bias: dict[int, float]
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    grammar: Grammar | None = None
 
     def resolve(
         self, facts: ModelFacts, num_prompt_tokens: int, choice: int, logprobs: int | None, prompt_logprobs: int | None
@@ -53,6 +54,7 @@ class SamplingOptions:
             stop_token_ids=tuple(dict.fromkeys((*end_ids, *self.stop_token_ids))),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=self.grammar,
         )
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+from minserve.request import Grammar
 from minserve.server import openai
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
 from minserve.server.generation import Prompt
+from minserve.server.grammars import ForcedCalls, ReasoningFirst, build_grammar
 from minserve.server.loaded_model import LoadedModel
 from minserve.server.options import Options
 from minserve.server.prompt_limits import check_length
+from minserve.server.reasoning import AnswerStart
 
 MAX_TOTAL_TOKENS = 1 << 23
 """Prompt tokens of one body, each choice counted: every choice carries its prompt to the engine."""
+
+_FIELDS_OF_GRAMMARS = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"format"')
 
 
 def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
@@ -28,7 +33,7 @@ def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Opt
         else:
             made.append(Prompt(prompt, None))
     _check_total(made, request.options, "prompt")
-    return request.options, made
+    return _with_grammar(request.options, build_grammar(request.form, None, None)), made
 
 
 def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
@@ -37,7 +42,38 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
     text = render(request.chat, model)
     made = [Prompt(encode(text, True, model, "messages"), text)]
     _check_total(made, request.options, "n")
-    return dataclasses.replace(request.options, answer=_answer_format(request.chat, text, model)), made
+    answer = _answer_format(request.chat, text, model)
+    options = dataclasses.replace(request.options, answer=answer)
+    return _with_grammar(options, _chat_grammar(request, answer, model)), made
+
+
+def asks_for_grammar(body: bytes | bytearray) -> bool:
+    """Whether a body may ask for a grammar, which takes long to build. May be wrong, at the price of that time or of a thread."""
+    return any(name in body for name in _FIELDS_OF_GRAMMARS)
+
+
+def _with_grammar(options: Options, grammar: Grammar | None) -> Options:
+    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, grammar=grammar))
+
+
+def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
+    choice, tools, layout = request.chat.tool_choice, request.chat.tools, model.formats.call_layout
+    calls = reasoning = None
+    if tools and layout is not None and (choice.forced or request.form is not None):
+        calls = ForcedCalls(
+            layout=layout,
+            marks=model.formats.special_tokens,
+            tools=[tool for tool in tools if choice.kind != "named" or tool["function"]["name"] == choice.name],
+            one_call=choice.one_call,
+            instead=not choice.forced,
+        )
+    if answer is not None and answer.tags is not None:
+        opening = model.tokenizer.token_id(answer.tags.opening)
+        if answer.start is AnswerStart.INSIDE:
+            reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=None)
+        elif answer.start is AnswerStart.OPEN and opening is not None:
+            reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=opening)
+    return build_grammar(request.form, calls, reasoning)
 
 
 def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from minserve.errors import CheckpointError, UsageError
+from minserve.messages import Vocabulary
 from minserve.server.chat_template import ChatTemplate
 from minserve.server.detokenizer import Detokenizer, TextStream
 from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder
@@ -165,6 +166,14 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def vocabulary(self) -> Vocabulary:
+        """What each token stands for within a text, as the engines' grammars need it."""
+        separator = self.pieces.separator.encode()
+        pieces = (
+            [separator + piece if piece else piece for piece in self.pieces.pieces] if separator else list(self.pieces.pieces)
+        )
+        return Vocabulary(pieces, sorted(self.pieces.special))
 
     def special_token_ids(self) -> dict[str, int]:
         """Text to id of the added tokens that `skip_special_tokens` leaves out."""

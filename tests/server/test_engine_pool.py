@@ -46,7 +46,8 @@ class Pool:
 
     async def __aenter__(self) -> tuple[EnginePool, list[ScriptedEngine]]:
         self.pool = EnginePool(len(self.engines), self._max_queued)
-        assert await self.pool.start(self._ours) == [READY] * len(self.engines)
+        await self.pool.connect(self._ours)
+        assert await self.pool.ready() == [READY] * len(self.engines)
         return self.pool, self.engines
 
     async def __aexit__(self, *_: object) -> None:

@@ -77,11 +77,12 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("prompt_logprobs", True),
     ("return_token_ids", "x"),
     ("model", 5),
-    ("response_format", {"type": "json_object"}),
     ("response_format", "json"),
-    ("guided_regex", "a+"),
-    ("guided_choice", ["a"]),
-    ("structured_outputs", {"json": {}}),
+    ("guided_regex", ""),
+    ("guided_choice", []),
+    ("guided_json", "{"),
+    ("guided_grammar", "root ::= x"),
+    ("structured_outputs", []),
 ]
 BAD_COMPLETION_FIELDS: list[tuple[str, Any]] = [
     ("logprobs", 21),
