@@ -104,6 +104,8 @@ VARIANTS: dict[str, Variant] = {
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 1,
+            # The latents' own norms are published with a fixed epsilon.
+            "rms_norm_eps": 1e-2,
             "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
         published=True,

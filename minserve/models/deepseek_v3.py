@@ -130,9 +130,7 @@ def build(config: ModelConfig, build: BuildContext) -> Decoder:
 
     def layer_parts(index: int, rotary: Rotary) -> tuple[nn.Module, nn.Module]:
         prefix = f"model.layers.{index}"
-        attend = MultiHeadLatentAttention(
-            f"{prefix}.self_attn", index, attention, config.hidden_size, config.rms_norm_eps, rotary, build
-        )
+        attend = MultiHeadLatentAttention(f"{prefix}.self_attn", index, attention, config.hidden_size, rotary, build)
         if moe is not None and moe.sparse_layers[index]:
             return attend, MixtureOfExperts(f"{prefix}.mlp", "shared_experts", config.hidden_size, moe, build)
         return attend, GatedMLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, build)

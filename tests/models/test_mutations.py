@@ -154,6 +154,11 @@ def _untrained_norm(model: Decoder) -> None:
         layer.attention.kv_a_norm.weight.fill_(1.0)
 
 
+def _same_epsilon(model: Decoder) -> None:
+    for layer in model.layers:
+        layer.attention.kv_a_norm.eps = layer.input_norm.eps
+
+
 def _other_head(model: Decoder) -> None:
     model.head.weight = torch.nn.Parameter(model.head.weight.roll(1, dims=0), requires_grad=False)
 
@@ -248,6 +253,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     },
     "deepseek_v2_lite": {
         **_stretched,
+        "rms_norm_eps in the latents' norms": Mutation(model=_same_epsilon),
         "weights normalised": _set("moe.router.normalize", True),
         "scaled": _set("moe.router.scale", 2.0),
     },

@@ -16,6 +16,9 @@ from minserve.models.layers.linear import Linear, Part
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
 
+LATENT_NORM_EPS = 1e-6
+"""The published models norm their latents with this, whatever rms_norm_eps says of the other norms (Moonlight: 1e-5)."""
+
 
 def mla_shape(config: MlaConfig) -> AttentionShape:
     return AttentionShape("mla", config.num_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim, config.scale)
@@ -30,7 +33,7 @@ class MultiHeadLatentAttention(nn.Module):
     """[heads, kv_lora_rank, v_head_dim], a view of kv_b"""
 
     def __init__(
-        self, prefix: str, layer: int, config: MlaConfig, hidden_size: int, norm_eps: float, rotary: Rotary, build: BuildContext
+        self, prefix: str, layer: int, config: MlaConfig, hidden_size: int, rotary: Rotary, build: BuildContext
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -46,9 +49,9 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_a_norm = self.q_b = None
         else:
             self.down = Linear([Part(f"{prefix}.q_a_proj", config.q_lora_rank), kv_a], hidden_size, build)
-            self.q_a_norm = RMSNorm(f"{prefix}.q_a_layernorm", config.q_lora_rank, norm_eps, build)
+            self.q_a_norm = RMSNorm(f"{prefix}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, build)
             self.q_b = Linear([Part(f"{prefix}.q_b_proj", q_rows)], config.q_lora_rank, build)
-        self.kv_a_norm = RMSNorm(f"{prefix}.kv_a_layernorm", config.kv_lora_rank, norm_eps, build)
+        self.kv_a_norm = RMSNorm(f"{prefix}.kv_a_layernorm", config.kv_lora_rank, LATENT_NORM_EPS, build)
         kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         # Its slices are batched by head, which block scales do not allow: plain in memory whatever the checkpoint has.
         self.kv_b = Linear([Part(f"{prefix}.kv_b_proj", kv_rows)], config.kv_lora_rank, build, widen=True)
