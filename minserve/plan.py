@@ -18,6 +18,8 @@ from minserve.roofline import GPUS, Gpu, ModelShape, kv_bytes_per_token, paramet
 FLOOR_BATCHES = (1, 8, 32, 128, 256)
 FLOOR_CONTEXT = 1024
 MAX_RANKS = 64
+MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen2_moe", "qwen3_moe"})
+"""Whose parameters the arithmetic knows: the kinds that are served."""
 DISPATCH_TOKENS = 128
 """Tokens a rank that one low-latency dispatch can carry at least."""
 
@@ -87,7 +89,11 @@ def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
 
 
 def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: tuple[str, ...] = ()) -> Plan:
-    """UsageError for settings that the model does not have, CheckpointError for a config that lacks a field."""
+    """UsageError for settings that the model does not have, CheckpointError for a config that lacks a field or is of a kind
+    that is not served."""
+    kinds = [part.get("model_type") for part in (config.get("text_config"), config) if isinstance(part, Mapping)]
+    if not any(str(kind) in MODEL_TYPES for kind in kinds):
+        raise CheckpointError(f"{model}: config.json: model_type is {kinds[-1]!r:.80}; known: {', '.join(sorted(MODEL_TYPES))}")
     try:
         shape = shape_from_config(config)
         longest = _longest_context(config.get("text_config") or config)
@@ -228,7 +234,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from minserve import plan_picture
 from minserve.errors import CheckpointError, EnvironmentFault, ServerError, UsageError
-from minserve.plan import MAX_RANKS, Settings, buffer_bytes, describe, make_plan, read_config
+from minserve.models.registry import ROWS
+from minserve.plan import MAX_RANKS, MODEL_TYPES, Settings, buffer_bytes, describe, make_plan, read_config
 from minserve.roofline import H200, parameters, shape_from_config, weight_bytes
 
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
@@ -133,7 +134,10 @@ def test_yarn_stretches_the_context() -> None:
     assert make_plan(config, "q", Settings(max_model_len=131072)).fits
 
 
-@pytest.mark.parametrize(("body", "message"), [("{", "not valid JSON"), ("[]", "no JSON object"), ("{}", "num_hidden_layers")])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [("{", "not valid JSON"), ("[]", "no JSON object"), ('{"model_type": "qwen3_moe"}', "num_hidden_layers is missing")],
+)
 def test_a_damaged_config(tmp_path: Path, body: str, message: str) -> None:
     (tmp_path / "config.json").write_text(body)
     with pytest.raises(CheckpointError, match=message):
@@ -154,6 +158,16 @@ def test_fuzz_configs_give_a_plan_or_a_sentence(name: str, changes: list[tuple[i
         config[sorted(config)[place % len(config)]] = value
     with contextlib.suppress(ServerError):
         assert describe(make_plan(config, "m", Settings(ep_size=ep_size))).splitlines()[-1].startswith(("fits", "does not fit"))
+
+
+def test_kinds_that_are_not_served_are_not_planned() -> None:
+    assert {row.model_type for row in ROWS} == MODEL_TYPES
+    for config in ({}, {"model_type": "qwen3_next"}, {"model_type": "llama", "text_config": None}):
+        with pytest.raises(CheckpointError, match=f"model_type is {config.get('model_type')!r}; known: deepseek_v2, "):
+            make_plan(config_of("qwen3-30b-a3b") | {"model_type": None} | config, "m", Settings())
+    inner = config_of("kimi-k2-instruct")
+    del inner["model_type"]
+    assert make_plan({"model_type": "kimi_k25", "text_config": inner}, "m", Settings(ep_size=16)).fits
 
 
 def test_the_index_beside_the_config_is_quoted(tmp_path: Path) -> None:
