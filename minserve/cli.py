@@ -16,7 +16,7 @@ from minserve.clients.bench_serve import Load
 from minserve.clients.bench_serve import run as run_load
 from minserve.clients.chat import Chat
 from minserve.clients.eval import run_arithmetic
-from minserve.config import Config, model_directory
+from minserve.config import EMBEDDED_DIRECTORY, EMBEDDED_MODEL, Config, model_directory
 from minserve.errors import ExitCode, ServerError, UsageError
 from minserve.plan import Settings, describe, make_plan, read_config, to_json
 from minserve.roofline import GPUS
@@ -94,7 +94,7 @@ def plan(
     """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not."""
     if gpu not in GPUS:
         raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
-    path = Path(model).expanduser()
+    path = EMBEDDED_DIRECTORY if model == EMBEDDED_MODEL else Path(model).expanduser()
     if not path.exists() and hub.is_repo_id(model):
         path = hub.snapshot(model, weights=False)
     config, notes = read_config(path)

@@ -192,6 +192,7 @@ def test_the_command_prints_a_table_and_exits_0_or_5() -> None:
     body = json.loads(done.stdout)
     assert (body["fits"], body["ep_size"], body["kv_tokens"]) == (False, 1, 0)
     assert body["verdict"].endswith("raise --ep-size to 8")
+    assert minserve("plan", "embedded").stdout.splitlines()[-1].startswith("fits: ")
     done = minserve("plan", str(SHAPES / "deepseek-v3"), "--gpu", "abacus")
     assert done.returncode == 2 and "--gpu abacus is not known; known: h200" in done.stderr
 
