@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from gpu.runners import capture, runner_of
 from runtime.scripted import Loop
 from tiny_checkpoints import VARIANTS, write_checkpoint
 
+from minserve.clients.arithmetic_reference import PromptTokens, load_reference
 from minserve.config import EMBEDDED_DIRECTORY
 from minserve.kernels import reference, stacks
 from minserve.kernels.interface import kv_page_shape
@@ -120,12 +120,16 @@ def test_tokens_are_those_of_the_cpu(variant: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])
 def test_requests_at_once_are_what_they_are_alone(stack: str) -> None:
-    """The embedded model, 200 requests of mixed lengths: other batch mates mean other rounding, nothing else."""
-    dice = random.Random(3)
-    asked = []
-    for index in range(200):
-        prompt = [dice.randrange(20, 380) for _ in range(dice.choice([1, 7, 63, 64, 65, 200, 700]))]
-        sampling = SamplingParams(max_tokens=dice.randint(1, 40), seed=index, temperature=0.0, logprobs=2)
+    """200 questions of 7 to 1,400 tokens to the embedded model: other batch mates mean other rounding, nothing else.
+
+    Its own kind of prompt, since on random ones rounding alone turns choices: on the CPU, bf16 parts from float32 in a quarter
+    of such requests, at margins of up to 3.4 nats.
+    """
+    tokens_of, items = PromptTokens(), load_reference().items[:200]
+    asked, answers = [], {}
+    for index, item in enumerate(items):
+        prompt, answers[index] = tokens_of.of(item)
+        sampling = SamplingParams(max_tokens=128, seed=index, temperature=0.0, logprobs=2, stop_token_ids=(answers[index][-1],))
         asked.append(Request(id=index, prompt_token_ids=prompt, sampling=sampling, arrival_time=0.0))
     runner = load(EMBEDDED_DIRECTORY, stack, "overlap")
     capture(runner, (1, 2, 4, 8))
@@ -138,8 +142,9 @@ def test_requests_at_once_are_what_they_are_alone(stack: str) -> None:
         loops[1].run()
     for loop in loops:
         loop.check_at_rest()
-    found = [first_difference(loops[1], loops[0], index) for index in loops[0].tokens]
-    margins = sorted((margin for _, margin in found if margin > 0.0), reverse=True)
-    print(stack, len(margins), "of 200 differ, by margins of", [round(margin, 2) for margin in margins])  # noqa: T201
-    assert len(margins) <= 50
-    assert max(margins, default=0.0) <= MARGIN["bf16"]
+        right = sum(loop.tokens[index] == answer for index, answer in answers.items())
+        print(stack, right, "of 200 right")  # noqa: T201
+        assert right >= 194
+    margins = [margin for index in answers if (margin := first_difference(loops[1], loops[0], index)[1]) > 0.0]
+    print(stack, len(margins), "of 200 differ, by margins of", margins)  # noqa: T201
+    assert max(margins, default=0.0) <= 0.5
