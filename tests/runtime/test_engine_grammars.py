@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import msgspec
 import pytest
 import torch
+from paged_steps import load
+from runtime import constrained_loop, graph_doubles
+from runtime.graph_doubles import HeldPlans, with_graphs
 from runtime.prefix_model import PrefixModel, make_runner
 from runtime.scripted import VOCAB, make_limits, next_token, request
 from runtime.test_engine import Running, prompt
 
+from minserve.kernels import reference
 from minserve.messages import AbortRequests, Call, Reply, Vocabulary
 from minserve.request import FinishReason, Grammar
 from minserve.runtime import grammar as grammar_module
@@ -194,6 +199,35 @@ def test_masks_are_counted(start):
     (reply,) = [message for message in running.front.messages if isinstance(message, Reply)]
     assert reply.result["grammars"]["masks"] >= len(running.front.tokens(1))
     assert reply.result["grammars"]["seconds"] > 0
+
+
+def small_runners(directory):
+    """A real model, eager and with graphs that replay its decode steps."""
+    limits = make_limits(vocab_size=320, max_num_seqs=6, num_pages=100, page_size=16, max_model_len=200, chunked_prefill_size=64)
+    plans = HeldPlans()
+    replayed = with_graphs(graph_doubles.runner_of(load(directory), plans.kernels(), limits), (1, 4, 6))
+    return graph_doubles.runner_of(load(directory), reference.cpu(), limits), replayed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_that_know_nothing_of_masks_give_the_same_tokens(tiny_dir, temperature):
+    pieces = [bytes([byte]) for byte in range(256)] + [b""] * 64
+    regex = r"[a-c]{3,9}-\d{2}(x|yz)"
+    requests = []
+    for number in range(9):
+        asked = constrained(number, prompt(3 + number, number), 16, f"/{regex}/", stop=(300,))
+        changes = {
+            "temperature": temperature,
+            "seed": number,
+            "frequency_penalty": 0.5 * (number % 2),
+            "logprobs": 2 * (number % 3) or None,
+        }
+        changes |= {"grammar": None} if number % 3 == 2 else {}
+        requests.append(msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, **changes)))
+    eager, replayed = (constrained_loop.run(runner, requests, pieces) for runner in small_runners(tiny_dir("qwen3_moe")))
+    assert replayed == eager
+    for number in (0, 1, 3, 4, 6, 7):
+        assert re.fullmatch(regex, bytes(token for token in eager[number] if token != 300).decode())
 
 
 def masks_of(places, allowed):
