@@ -15,6 +15,10 @@ from minserve.errors import CheckpointError
 from minserve.models.config_types import RopeConfig, WeightDtype, YarnConfig
 
 
+_TOO_LARGE = 1 << 31
+"""No model has sizes near it; bytes counted from smaller ones fit in 64 bits, and the machine says that they do not fit in it."""
+
+
 class Fields:
     """One JSON object. A null field counts as absent; without a default an absent field is an error."""
 
@@ -33,8 +37,8 @@ class Fields:
     def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number under the first of `names` (others are other spellings)."""
         value = self._present(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self._wrong(names, value, f"a whole number of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < _TOO_LARGE:
+            raise self._wrong(names, value, f"a whole number of at least {minimum}, below 2**31,")
         return value
 
     def number(self, *names: str, default: float | None = None, minimum: float = 0.0) -> float:
@@ -95,7 +99,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")

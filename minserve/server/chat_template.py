@@ -175,7 +175,7 @@ def _prepare_call(call: Any) -> Any:
     elif isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None  # what a model wrote badly stays the text that it wrote
         if isinstance(parsed, dict):
             function["arguments"] = ToolArguments(parsed, arguments)

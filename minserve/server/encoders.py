@@ -63,7 +63,7 @@ class JsonEncoder:
 
         Raises CheckpointError when the file is no tokenizer or needs what is not supported.
         """
-        content = path.read_bytes()
+        content = read_file(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             sections = msgspec.json.decode(content)
@@ -166,6 +166,14 @@ class TiktokenEncoder:
         return []
 
 
+def read_file(path: Path) -> bytes:
+    """A file of the checkpoint. Raises CheckpointError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def kimi_split_pattern() -> str:
     """How Kimi's text is cut before merging: runs of Han, words by letter case, up to three digits, punctuation, blanks.
 
@@ -184,7 +192,7 @@ def kimi_split_pattern() -> str:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes to rank from a tiktoken file, one `base64 rank` a line. Raises CheckpointError naming the first bad line."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_file(path).splitlines(), start=1):
         if not line:
             continue
         try:

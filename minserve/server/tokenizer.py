@@ -15,7 +15,7 @@ from minserve.errors import CheckpointError, UsageError
 from minserve.messages import Vocabulary
 from minserve.server.chat_template import ChatTemplate
 from minserve.server.detokenizer import Detokenizer, TextStream
-from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder
+from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder, read_file
 from minserve.server.token_pieces import TokenPieces
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -230,10 +230,17 @@ def _templates(directory: Path, config: _TokenizerConfig, chosen: str | None) ->
     elif config.chat_template is not None:
         templates.update((named.name, named.template) for named in config.chat_template)
     if (path := directory / "chat_template.jinja").is_file():
-        templates["default"] = path.read_text(encoding="utf-8")
+        templates["default"] = _read_text(path)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_text(path)
     return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text: {error}") from error
 
 
 def _read(path: Path, kind: type[_Section]) -> _Section:
@@ -241,6 +248,6 @@ def _read(path: Path, kind: type[_Section]) -> _Section:
     if not path.is_file():
         return kind()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
+        return msgspec.json.decode(read_file(path), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error

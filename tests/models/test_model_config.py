@@ -327,6 +327,7 @@ REFUSED = [
     ("qwen3", "num_experts_per_tok", 129),
     ("qwen3", "partial_rotary_factor", 1.5),
     ("qwen3", "rms_norm_eps", float("inf")),
+    ("qwen3", "hidden_size", 10**30),
     ("qwen3", "rope_scaling", "yarn"),
 ]
 
@@ -356,7 +357,17 @@ def test_kimi_k25_wraps_a_text_model(parse, inner):
     assert config.num_layers == 61
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 200_000, "not valid JSON"),
+        ('{"hidden_size": 1' + "0" * 5000 + "}", "not valid JSON"),
+        ("[]", "no JSON object"),
+        (None, "cannot be read"),
+    ],
+    ids=["cut", "deep", "a number of 5000 digits", "a list", "absent"],
+)
 def test_a_damaged_file(tmp_path, text, says):
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -103,7 +103,7 @@ def test_arguments_keep_the_text_that_the_client_sent() -> None:
     assert render(walked.replace(".items()", "|items"), messages) == "a=1;b=2;"
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "not json"])
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "not json", "[" * 9_000, '{"a": 1' + "0" * 5_000 + "}"])
 def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     assert f"```json\n{arguments}\n```" in render(CONCATENATING, [call(arguments)])
 

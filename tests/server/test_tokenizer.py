@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
 import threading
 import time
 import unicodedata
@@ -347,6 +349,32 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     write_tokenizer(tmp_path, "byte_level")
     (tmp_path / name).write_text("{")
     with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
+    (tmp_path / name).write_text('{"model": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "byte_level")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is no UTF-8 text"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_files_without_the_right_to_read_them_are_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path, "byte_level")
+    (tmp_path / name).touch()
+    readable = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return readable(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: Permission denied"):
         Tokenizer.load(tmp_path)
 
 
