@@ -117,10 +117,28 @@ def validate(config: Config) -> Config:
     for name in ("api_key", "served_model_name"):
         if any(not value.strip() for value in getattr(config, name)):
             raise UsageError(f"{flag_name(name)} must not be empty")
-    if config.ep_size > 1 or config.nnodes > 1:
-        asked = f"--ep-size {config.ep_size}" if config.ep_size > 1 else f"--nnodes {config.nnodes}"
-        raise UsageError(f"{asked}: this version serves from one process on one device; leave the flag out")
+    _validate_ranks(config)
     return config
+
+
+def _validate_ranks(config: Config) -> None:
+    """Raises UsageError for a group that cannot be."""
+    if config.moe_dispatcher == "deepep":
+        raise UsageError(
+            "--moe-dispatcher deepep: this version has no DeepEP adapter; torch sends the same tokens through torch.distributed"
+        )
+    if config.moe_dispatcher == "local" and config.ep_size > 1:
+        raise UsageError(f"--moe-dispatcher local sends nothing to other ranks, and --ep-size {config.ep_size} needs that: torch")
+    if config.deepep_mode != "auto":
+        raise UsageError(f"--deepep-mode {config.deepep_mode}: this version has no DeepEP adapter; leave the flag out")
+    if config.ep_size % config.nnodes:
+        raise UsageError(
+            f"--ep-size {config.ep_size} counts the ranks of all hosts: it must be a multiple of --nnodes {config.nnodes}"
+        )
+    if config.node_rank >= config.nnodes:
+        raise UsageError(f"--node-rank {config.node_rank} must be below --nnodes {config.nnodes}: hosts count from 0")
+    if config.nnodes > 1 and config.master_port == 0:
+        raise UsageError("--master-port 0: with --nnodes above 1 all hosts must know the port")
 
 
 def flag_name(field: str) -> str:

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from minserve import front_workers
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
-from minserve.seat import SEAT_VARIABLE, Seat
+from minserve.seat import ALONE, SEAT_VARIABLE, Seat
 from minserve.seat import encode as encode_seat
 from minserve.server.app import serve
 
@@ -144,13 +145,16 @@ def _engines(config: Config, module: str) -> Iterator[tuple[list[subprocess.Pope
             for connections in by_rank:  # they all leave now, and not one after the other
                 for connection in connections:
                     connection.close()
+            deadline = time.monotonic() + _ENGINE_LEAVES_WITHIN
+            for rank, process in enumerate(processes):
+                _end(process, rank, deadline)
 
 
 @contextlib.contextmanager
 def _seats(config: Config) -> Iterator[list[Seat]]:
     """Of this host's ranks. Raises EnvironmentFault when the port where ranks meet cannot be had."""
     if config.ep_size == 1:
-        yield [Seat()]
+        yield [ALONE]
         return
     count = config.ep_size // config.nnodes
     first = config.node_rank * count
@@ -182,7 +186,7 @@ def _meeting_point(address: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _engine(config: Config, module: str, seat: Seat = Seat()) -> Iterator[tuple[subprocess.Popen[bytes], list[socket.socket]]]:  # noqa: B008
+def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[subprocess.Popen[bytes], list[socket.socket]]]:
     """One rank's engine process and the front's ends of its sockets, one a worker. On leaving, the engine is gone."""
     with contextlib.ExitStack() as ours:
         connections: list[socket.socket] = []
@@ -207,7 +211,7 @@ def _engine(config: Config, module: str, seat: Seat = Seat()) -> Iterator[tuple[
             yield process, connections
         finally:
             ours.close()
-            _end(process, seat.rank)
+            _end(process, seat.local_rank, time.monotonic() + _ENGINE_LEAVES_WITHIN)
 
 
 def run_module(module: str, words: Sequence[str]) -> int:
@@ -223,10 +227,10 @@ def _die_with(front: int) -> None:
         os._exit(ExitCode.RANK_DIED)
 
 
-def _end(process: subprocess.Popen[bytes], rank: int) -> None:
+def _end(process: subprocess.Popen[bytes], rank: int, deadline: float) -> None:
     """Wait for an engine whose socket is closed; kill it when it does not leave."""
     try:
-        process.wait(_ENGINE_LEAVES_WITHIN)
+        process.wait(max(0.0, deadline - time.monotonic()))
     except BaseException as error:
         process.kill()
         process.wait()
@@ -255,7 +259,7 @@ def _cause_of_death(process: subprocess.Popen[bytes], rank: int = 0) -> str:
     return f"engine {rank} (pid {process.pid}) was killed by {name}{hint}"
 
 
-def engine_environment(config: Config, seat: Seat = Seat()) -> dict[str, str]:  # noqa: B008
+def engine_environment(config: Config, seat: Seat = ALONE) -> dict[str, str]:
     """The engine's variables. Library paths must be there before exec: the dynamic linker reads them once."""
     environment = (
         kernel_cache_variables(config) | _shared_host_variables(seat) | dict(os.environ)

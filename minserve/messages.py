@@ -102,6 +102,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     graph_replays: dict[int, int] = {}
     """Padded batch size to count."""
     nan_rows: int = 0
+    dummy_steps: int = 0
+    """Steps without a request of this rank, run since other ranks had some."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

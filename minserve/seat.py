@@ -32,6 +32,9 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_ranks == self.ranks_per_host
 
 
+ALONE = Seat()
+
+
 def encode(seat: Seat) -> str:
     return msgspec.json.encode(seat).decode()
 

@@ -66,9 +66,9 @@ def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
         (["--enforce-eager=false"], "enforce_eager", False),
         (["--cuda-graph-bs", "1", "2", "4"], "cuda_graph_bs", (1, 2, 4)),
         (["--cuda-graph-bs", "1", "--port", "1", "--cuda-graph-bs", "2"], "cuda_graph_bs", (1, 2)),
-        (["--moe-a2a-backend", "deepep"], "moe_dispatcher", "deepep"),
+        (["--moe-a2a-backend", "local"], "moe_dispatcher", "local"),
         (["--all2all-backend", "torch"], "moe_dispatcher", "torch"),
-        (["--deepep-mode", "low_latency"], "deepep_mode", "low_latency"),
+        (["--deepep-mode", "auto"], "deepep_mode", "auto"),
         (["--served-model-name", "a,b", "--served-model-name", "c"], "served_model_name", ("a", "b", "c")),
         (["--api-key", "k"], "api_key", ("k",)),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
@@ -108,8 +108,13 @@ def test_spellings(words: list[str], field: str, value: Any) -> None:
         (["--api-key", ""], "--api-key must not be empty"),
         (["a", "b"], "two models given: 'a' and 'b'"),
         (["a", "--model", "b"], "two models given"),
-        (["--ep-size", "2"], "--ep-size 2: this version serves from one process"),
-        (["--nnodes", "2"], "--nnodes 2: this version serves from one process"),
+        (["--ep-size", "3", "--nnodes", "2"], "--ep-size 3 counts the ranks of all hosts: it must be a multiple of --nnodes 2"),
+        (["--nnodes", "2"], "--ep-size 1 counts the ranks of all hosts"),
+        (["--ep-size", "4", "--nnodes", "2", "--node-rank", "2"], "--node-rank 2 must be below --nnodes 2: hosts count from 0"),
+        (["--ep-size", "4", "--nnodes", "2", "--master-port", "0"], "--master-port 0: with --nnodes above 1"),
+        (["--moe-a2a-backend", "deepep"], "--moe-dispatcher deepep: this version has no DeepEP adapter; torch sends the same"),
+        (["--deepep-mode", "low_latency"], "--deepep-mode low_latency: this version has no DeepEP adapter"),
+        (["--ep-size", "2", "--moe-dispatcher", "local"], "--moe-dispatcher local sends nothing to other ranks"),
         (["--config", "/nowhere.toml"], "config file /nowhere.toml: No such file"),
     ],
 )
@@ -120,7 +125,7 @@ def test_refusals_say_what_to_do(words: list[str], said: str) -> None:
 def test_expert_parallel_counts_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert flags.visible_gpus() == 4
-    assert "--ep-size 4" in refusal("--enable-expert-parallel")
+    assert resolve("--enable-expert-parallel").ep_size == 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve("--enable-expert-parallel").ep_size == 1
 

@@ -6,6 +6,8 @@ Resolves what the config left open, once, into the values that are logged and sh
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import time
@@ -22,16 +24,18 @@ from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
+from minserve.models.layers.dispatcher import ExpertPlacement, TorchDispatcher
 from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
-from minserve.runtime import canary, device_memory, forecast, kv_cache, self_check
+from minserve.runtime import canary, device_memory, forecast, kv_cache, parallel, self_check
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits, Scheduler
 from minserve.runtime.startup import Timeline
 
@@ -64,23 +68,25 @@ class Parts:
     """For /server_info: what was resolved, in plain values."""
 
 
-def assemble(config: Config, timeline: Timeline) -> Parts:
-    """Raises ServerError: a sentence and an exit code for what cannot be."""
+def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> Parts:
+    """The parts of one rank of `group`. Raises ServerError: a sentence and an exit code for what cannot be."""
     timeline.begin("config")
+    group = group or parallel.alone()
     directory = model_directory(config)
     model_config = load_model_config(directory)
     backend = choose_backend(config, model_config)
-    model, report = load(config, directory, model_config, backend, timeline)
+    prove_same_model(model_config, backend, group)
+    model, report = load(config, directory, model_config, backend, timeline, group)
 
     timeline.begin("kv cache")
-    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device))
+    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group.seat.ranks_per_host)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     graphs = capture(config, runner, timeline)
     checked = prove(config, model, runner, backend.kv_dtype, timeline)
-    info = _describe(config, model, backend, size, report) | graphs | {"self_check": checked}
+    info = _describe(config, model, backend, size, report, group) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
@@ -98,6 +104,26 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     return Backend(device, dtype, kv_dtype, stacks.build(choice.name, device), choice.reason)
+
+
+def prove_same_model(model_config: ModelConfig, backend: Backend, group: Group) -> None:
+    """Raises UsageError when the ranks of the group were given different models, or do not run on CPUs."""
+    if group.seat.num_ranks == 1:
+        return
+    if backend.device.type != "cpu":
+        raise UsageError(
+            f"--ep-size {group.seat.num_ranks}: in this version experts are spread over ranks on CPUs only; "
+            "on a GPU leave the flag out, or add --device cpu"
+        )
+    raw = json.dumps(model_config.raw, sort_keys=True).encode()
+    group.prove_equal({"config.json": hashlib.sha256(raw).hexdigest()[:16], "compute type": str(backend.dtype)})
+
+
+def expert_placement(model_config: ModelConfig, group: Group) -> ExpertPlacement | None:
+    """This rank's experts. Raises UsageError for a number of ranks that the experts cannot be spread over."""
+    if model_config.moe is None or group.collectives is None:
+        return None
+    return ExpertPlacement.spread(model_config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
 
 
 def graph_sizes(config: Config, device: torch.device) -> tuple[int, ...]:
@@ -148,10 +174,20 @@ def prove(config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.d
 
 
 def load(
-    config: Config, directory: Path, model_config: ModelConfig, backend: Backend, timeline: Timeline
+    config: Config,
+    directory: Path,
+    model_config: ModelConfig,
+    backend: Backend,
+    timeline: Timeline,
+    group: Group | None = None,
 ) -> tuple[Decoder, LoadReport]:
-    """The model with its weights, of the checkpoint or random ones."""
+    """The model with its weights, of the checkpoint or random ones; of the experts only those of this rank of the group."""
     timeline.begin("checkpoint")
+    group = group or parallel.alone()
+    placement = expert_placement(model_config, group)
+    dispatcher = None
+    if placement is not None and group.collectives is not None:
+        dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank)
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(directory)
     formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
@@ -164,6 +200,8 @@ def load(
             backend.kernels,
             backend.dtype,
             backend.device,
+            dispatcher=dispatcher,
+            placement=placement,
             shared_expert=policy,
             lanes=lanes,
         )
@@ -219,20 +257,20 @@ def shared_expert_policy(
     return "overlap", CudaLanes(device)
 
 
-def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int]) -> KVPlan:
+def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], ranks_per_host: int) -> KVPlan:
     per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
     max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
         memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes)
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
         return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
-    memory, name = _host_memory(config)
+    memory, name = _host_memory(config, ranks_per_host)
     return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
 
 
-def _host_memory(config: Config) -> tuple[int, str]:
-    """What the cache may take on a CPU, and what to call it."""
-    available, wanted = kv_cache.host_memory_available(), config.cpu_kv_cache_bytes
+def _host_memory(config: Config, ranks_per_host: int) -> tuple[int, str]:
+    """What a rank's cache may take on a CPU, and what to call it."""
+    available, wanted = kv_cache.host_memory_available() // ranks_per_host, config.cpu_kv_cache_bytes
     if config.num_pages is not None:
         return available, "this machine's free memory"
     if wanted <= available:
@@ -254,7 +292,7 @@ def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_mo
     )
 
 
-def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport) -> dict[str, Any]:
+def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport, group: Group) -> dict[str, Any]:
     name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
     cache = f"{size.num_pages} pages of {size.page_size} tokens, {gigabytes(size.num_bytes)} (by {size.limited_by})"
     return {
@@ -272,9 +310,12 @@ def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, re
             "prefix cache": "on" if config.enable_prefix_caching else "off",
             "decode graphs": " ".join(map(str, graph_sizes(config, backend.device))) or "none",
             "shared expert": model.shared_expert,
+            "rank": f"{group.seat.rank} of {group.seat.num_ranks}",
+            "experts": _experts_sentence(model.config, group),
         },
         "memory": {
             "weights_bytes": report.bytes_written,
+            "read_bytes": report.bytes_read,
             "kv_cache_bytes": size.num_bytes,
             "kv_page_bytes": size.page_bytes,
             "kv_pages": size.num_pages,
@@ -282,3 +323,14 @@ def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, re
         "load_report": str(report),
         "pid": os.getpid(),
     }
+
+
+def _experts_sentence(model_config: ModelConfig, group: Group) -> str:
+    if model_config.moe is None:
+        return "none"
+    total = model_config.moe.num_experts
+    here = total // group.seat.num_ranks
+    if here == total:
+        return f"all {total} here"
+    first = group.seat.rank * here
+    return f"{first} to {first + here - 1} of {total} here; tokens travel through torch.distributed (gloo)"

@@ -47,6 +47,8 @@ class Batch:
     attention: AttentionMetadata
     num_tokens: Tensor | None
     """int32 [1]: tokens that are no padding; None in a batch without a padded size."""
+    rows_per_rank: int | None
+    """Tokens that each rank of the group has room for in this step; None: as many as here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class StagedBatch:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     padded: bool
+    rows_per_rank: int | None
 
 
 class BatchBuilder:
@@ -127,8 +130,11 @@ class BatchBuilder:
         )
         return ScheduledStep(number=0, rows=(row,) * rows, num_decode_rows=rows, num_tokens=rows)
 
-    def stage(self, step: ScheduledStep, padded_rows: int | None = None) -> StagedBatch:
-        """Lay a step out on the host. `padded_rows` fills a step of decode rows alone up to that many rows."""
+    def stage(
+        self, step: ScheduledStep, padded_rows: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
+    ) -> StagedBatch:
+        """Lay a step out on the host. `padded_rows` fills a step of decode rows alone up to that many rows; `masked` makes
+        padding of all of them, which no expert computes."""
         rows = step.rows
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         self._update_tables(step)
@@ -159,7 +165,7 @@ class BatchBuilder:
             _fill(long[part], value)
         _fill(short[layout.short_parts()[0]], np.concatenate(([0], ends, ends[-1] + 1 + np.arange(padding))))
         _fill(short[layout.short_parts()[1]], np.concatenate((seq_lens, pad + 1)))
-        _fill(short[layout.short_parts()[2]], np.array([step.num_tokens]))
+        _fill(short[layout.short_parts()[2]], np.array([0 if masked else step.num_tokens]))
         _fill(short[layout.short_parts()[3]], self._tables[np.concatenate((slots, pad + self._scratch_slot)), :width].ravel())
         ones = (1,) * padding
         return StagedBatch(
@@ -173,6 +179,7 @@ class BatchBuilder:
             query_lens=(*lengths.tolist(), *ones),
             seq_lens=(*seq_lens.tolist(), *ones),
             padded=padded_rows is not None,
+            rows_per_rank=rows_per_rank,
         )
 
     def _update_tables(self, step: ScheduledStep) -> None:
@@ -219,6 +226,7 @@ class BatchBuilder:
             sample_slots=sample_slots,
             attention=attention,
             num_tokens=num_tokens if staged.padded else None,
+            rows_per_rank=staged.rows_per_rank,
         )
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 
 from minserve.config import Config
 from minserve.config import decode as decode_config
@@ -85,6 +86,11 @@ class FrontConnection:
         while not self._bodies:
             self._fill(None)
         return decode_config(self._bodies.popleft())
+
+    def wake_on(self, descriptors: Iterable[int]) -> None:
+        """From now on `receive` waits no longer when one of these becomes readable; what comes there is another's to read."""
+        for descriptor in descriptors:
+            self._readable.register(descriptor, select.POLLIN)
 
     @property
     def readable(self) -> bool:

@@ -5,12 +5,15 @@ Knows messages and the order of things; nothing of text, HTTP, pages or tensors.
 
 from __future__ import annotations
 
+import collections
 import logging
+import os
 import signal
 import sys
 import time
 
-from minserve.errors import ExitCode, ServerError, UsageError
+from minserve import seat as seats
+from minserve.errors import ExitCode, RankLost, ServerError, UsageError
 from minserve.messages import (
     AbortRequests,
     AddRequests,
@@ -23,20 +26,29 @@ from minserve.messages import (
     ToEngine,
     Vocabulary,
 )
+from minserve.models.layers.dispatcher import CollectiveFailed
 from minserve.request import Request, TokenOutput
+from minserve.runtime import parallel
 from minserve.runtime.assembly import assemble
 from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
 from minserve.runtime.controls import Controls
 from minserve.runtime.grammar import Grammars
 from minserve.runtime.model_runner import InFlight, ModelRunner
+from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Scheduler
 from minserve.runtime.startup import Timeline
+from minserve.runtime.step import ScheduledStep
+from minserve.runtime.step_agreement import IDLE, Agreed, Kind, Proposal
+from minserve.seat import ALONE, Seat
 
 HEARTBEAT_SECONDS = 0.5
 """An idle engine speaks this often; the front takes long silence for a stuck loop."""
 
 GRAMMAR_SECONDS = 0.002
 """An engine that has nothing to do but to wait for a grammar looks this often whether it is compiled."""
+
+SHUTDOWN_SECONDS = 2.0
+"""A rank that leaves with the others waits so long for its own front to say so."""
 
 log = logging.getLogger("minserve.runtime")
 
@@ -51,7 +63,13 @@ class Engine:
         runner: ModelRunner,
         controls: Controls,
         grammars: Grammars,
+        group: Group | None = None,
     ) -> None:
+        """`group`: the ranks that step together; none for an engine that has all experts."""
+        self._group = group or parallel.alone()
+        self._agreement = self._group.agreement
+        self._calls: collections.deque[Call] = collections.deque()
+        self._num_answered = 0
         self._connection = connection
         self._scheduler = scheduler
         self._runner = runner
@@ -62,17 +80,38 @@ class Engine:
         self._leaving = False
 
     def run(self) -> None:
-        """Until the front says Shutdown. Raises FrontGone, and whatever a step raises: that is this engine's end."""
+        """Until a front says Shutdown. Raises FrontGone, RankLost, and whatever a step raises: that is this engine's end."""
+        self._connection.wake_on(self._agreement.descriptors)
+        try:
+            self._step_together()
+        except RankLost as lost:
+            self._agreement.accuse(lost.rank)
+            raise
+        except FrontGone:
+            raise
+        except Exception as error:
+            lost_rank = self._agreement.blame() if isinstance(error, CollectiveFailed) else None
+            self._agreement.accuse(self._group.seat.rank if lost_rank is None else lost_rank.rank)
+            if lost_rank is None:
+                raise
+            raise lost_rank from error
+        self._wait_for_shutdown()
+        self._agreement.close()
+
+    def _step_together(self) -> None:
+        """Until a rank leaves."""
         in_flight: InFlight | None = None
         while True:
-            heard = self._receive(wait=in_flight is None and not self._scheduler.has_work)
-            if self._leaving:
-                return
+            idle = in_flight is None and not self._scheduler.has_work
+            heard = self._receive(wait=idle and not self._agreement.called)
             self._add_compiled()
             # The next step is made and launched before the tokens of the one in flight are known: the device never waits.
             step = self._scheduler.schedule(time.monotonic())
             awaits_masks = step is not None and self._grammars.concern(step)
-            launched = self._runner.launch(step, awaits_masks=awaits_masks) if step is not None else None
+            agreed = self._agree(step, idle=idle)
+            if agreed.stop:
+                return
+            launched = self._launch(step, agreed, awaits_masks=awaits_masks)
             outputs, self._refusals = self._refusals, []
             if in_flight is not None:
                 outputs += self._told(self._scheduler.retire(in_flight.step, in_flight.result()))
@@ -84,6 +123,38 @@ class Engine:
                 self._refuse(self._grammars.failures())
             self._publish(outputs, news=heard or in_flight is not None)
             in_flight = launched
+
+    def _agree(self, step: ScheduledStep | None, *, idle: bool) -> Agreed:
+        """What all ranks do next. One that is idle and has nothing to say wakes nobody."""
+        news = self._leaving or self._calls or step is not None
+        if idle and not news and not self._agreement.called:
+            return IDLE
+        kind = Kind.IDLE
+        if step is not None:
+            kind = Kind.DECODE if step.num_decode_rows == len(step.rows) else Kind.MIXED
+        calls = self._num_answered + len(self._calls)
+        proposal = Proposal(kind, 0 if step is None else step.num_tokens, calls, self._leaving)
+        agreed = self._agreement.agree(proposal, lambda: self._publish([], news=False))
+        while self._num_answered < agreed.num_calls:
+            self._num_answered += 1
+            self._connection.send(self._controls.answer(self._calls.popleft()))
+        return agreed
+
+    def _launch(self, step: ScheduledStep | None, agreed: Agreed, *, awaits_masks: bool) -> InFlight | None:
+        """This rank's part of the agreed step; None when there is none for anybody."""
+        together = self._group.seat.num_ranks > 1
+        if step is not None:
+            rows = agreed.rows_per_rank if together else None
+            return self._runner.launch(step, awaits_masks=awaits_masks, rows_per_rank=rows)
+        return None if agreed.kind is Kind.IDLE else self._runner.launch_dummy(max(1, agreed.rows_per_rank))
+
+    def _wait_for_shutdown(self) -> None:
+        """The ranks have agreed to leave: this host's front says so to all of its own, or the end came from another host."""
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        while not self._leaving and time.monotonic() < deadline:
+            self._receive(wait=True)
+        if not self._leaving:
+            raise RankLost("another host's ranks were told to stop, and this host's cannot go on without them", -1)
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what the front sent, waiting for it at most until the next heartbeat; whether there was anything."""
@@ -109,7 +180,7 @@ class Engine:
             case Vocabulary():
                 self._grammars.set_vocabulary(message.pieces, message.special_token_ids)
             case Call():
-                self._connection.send(self._controls.answer(message))
+                self._calls.append(message)
             case Shutdown():
                 self._leaving = True
 
@@ -150,19 +221,26 @@ class Engine:
             self._published_at = now
 
 
-def start(connection: FrontConnection) -> Engine:
+def start(connection: FrontConnection, seat: Seat) -> Engine:
     """Everything from the config to Ready. Raises ServerError."""
     config = connection.receive_config()
+    who = f"rank {seat.rank} " if seat.num_ranks > 1 else ""
     logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        level=config.log_level.upper(), format=f"%(asctime)s {who}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     logging.raiseExceptions = False  # a reader of our stderr that went away must not end the engine
     timeline = Timeline(connection.send, "import")
     try:
-        parts = assemble(config, timeline)
+        if seat.num_ranks > 1:
+            timeline.begin("meet the other ranks")
+        group = parallel.join(seat, "gloo", config.watchdog_timeout)
+        parts = assemble(config, timeline, group)
         timeline.begin("vocabulary")
         grammars = Grammars(parts.model_config.vocab_size)
         heard = _heard_already(connection, grammars)
+        if seat.num_ranks > 1:
+            timeline.begin("wait for the other ranks")
+        group.wait_for_all("ready")
         startup_seconds = timeline.finish()
     finally:
         timeline.stop()
@@ -182,7 +260,7 @@ def start(connection: FrontConnection) -> Engine:
         )
     )
     controls = Controls(parts.scheduler, info, parts.runner.device, grammars)
-    engine = Engine(connection, parts.scheduler, parts.runner, controls, grammars)
+    engine = Engine(connection, parts.scheduler, parts.runner, controls, grammars, group)
     for message in heard:
         engine.take(message)
     return engine
@@ -200,10 +278,10 @@ def _heard_already(connection: FrontConnection, grammars: Grammars) -> list[ToEn
     return heard
 
 
-def serve(connection: FrontConnection) -> ExitCode:
+def serve(connection: FrontConnection, seat: Seat = ALONE) -> ExitCode:
     """Start and run; every end has its exit code, and a last word to the front where it needs one."""
     try:
-        start(connection).run()
+        start(connection, seat).run()
     except FrontGone:
         return ExitCode.RANK_DIED
     except ServerError as error:
@@ -229,12 +307,16 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         connection = FrontConnection.inherited()
+        seat = seats.decode(os.environ.get(seats.SEAT_VARIABLE, "{}"))
     except (KeyError, ValueError, OSError):
         sys.stderr.write(f"minserve: error: engines are started by `minserve launch` ({DESCRIPTOR_VARIABLE} names no socket)\n")
         return UsageError.exit_code
     connection.leave_with_front()
-    code = serve(connection)
+    code = serve(connection, seat)
     connection.leave_alone()
+    if seat.num_ranks > 1:  # the collectives' own threads may wait for ranks that are gone
+        logging.shutdown()
+        os._exit(code)
     return code
 
 

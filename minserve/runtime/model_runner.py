@@ -135,17 +135,25 @@ class ModelRunner:
         """Replayed for every step of decode rows alone; None runs all steps eagerly."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
-        self._general = [False] * limits.max_num_seqs
+        self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
-    def launch(self, step: ScheduledStep, *, awaits_masks: bool = False) -> InFlight:
+    def launch(self, step: ScheduledStep, *, awaits_masks: bool = False, rows_per_rank: int | None = None) -> InFlight:
         """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched.
 
         With `awaits_masks` its forward runs on the device while the host still finds out what its rows may sample: `constrain`.
+        `rows_per_rank`: where several ranks share the experts, the most tokens that any of them has in this step.
         """
         decode_only = step.num_decode_rows == len(step.rows)
         padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None and decode_only else None
-        staged = self.batches.stage(step, padded)
+        return self._start(step, self.batches.stage(step, padded, rows_per_rank=rows_per_rank), padded, awaits_masks)
+
+    def launch_dummy(self, rows_per_rank: int) -> InFlight:
+        """Start a step of one padding row, so that this rank's experts serve the other ranks' tokens."""
+        step = self.batches.padding(1)
+        return self._start(step, self.batches.stage(step, 1, rows_per_rank=rows_per_rank, masked=True), None, awaits_masks=False)
+
+    def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
         read = functools.partial(self._read, step)
         if self.device.type == "cpu":
             return InFlight(
@@ -230,7 +238,12 @@ class ModelRunner:
         For a decode batch this is what a graph captures: no host reads, no shapes that depend on values.
         """
         context = ForwardContext(
-            attention=batch.attention, attention_plan=plan, kv_cache=self.kv_cache, num_tokens=batch.num_tokens, flags=flags
+            attention=batch.attention,
+            attention_plan=plan,
+            kv_cache=self.kv_cache,
+            num_tokens=batch.num_tokens,
+            rows_per_rank=batch.rows_per_rank,
+            flags=flags,
         )
         if batch.step_kind == "decode":
             hidden = self.model.forward(self.sampler.last_tokens[batch.sample_slots], batch.positions, context)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.runtime.step_agreement import StepAgreement
-from minserve.seat import Seat
+from minserve.seat import ALONE, Seat
 
 START_TIMEOUT = datetime.timedelta(hours=6)
 """Ranks that load or compile may come this much later than the others; a dead one is noticed by its socket."""
@@ -54,15 +54,18 @@ class Group:
                         f"{theirs.get(name)} on rank {rank}"
                     )
 
-    def leave(self) -> None:
-        self.agreement.close()
-        if self.collectives is not None:
-            torch.distributed.destroy_process_group()
+    def wait_for_all(self, what: str) -> None:
+        """Returns once every rank has come here, however long that takes."""
+        if self.store is None:
+            return
+        self.store.set(f"{what}/{self.seat.rank}", "here")
+        for rank in range(self.seat.num_ranks):
+            self.store.get(f"{what}/{rank}")
 
 
 def alone() -> Group:
     """An engine that has all experts."""
-    return Group(Seat(), StepAgreement(0, {}), None, None)
+    return Group(ALONE, StepAgreement(0, {}), None, None)
 
 
 def join(seat: Seat, backend: str, watchdog_seconds: float) -> Group:

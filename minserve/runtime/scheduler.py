@@ -55,7 +55,7 @@ class Scheduler:
         self._scheduled_step = 0
         self._retired_step = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
-        self._mixed_steps = self._nan_rows = 0
+        self._mixed_steps = self._nan_rows = self._dummy_steps = 0
         self._eager_decode_steps: dict[str, int] = {}
         self._graph_replays: dict[int, int] = {}
 
@@ -252,7 +252,10 @@ class Scheduler:
     # results
 
     def retire(self, step: ScheduledStep, result: StepResult) -> list[TokenOutput]:
-        """Take in what a step produced. Steps retire in the order in which they were scheduled."""
+        """Take in what a step produced. Steps retire in the order in which they were scheduled; dummies are only counted."""
+        if step.is_dummy:
+            self._dummy_steps += 1
+            return []
         self._retired_step = step.number
         self._count(step, result)
         outputs = []
@@ -330,4 +333,5 @@ class Scheduler:
             mixed_steps=self._mixed_steps,
             graph_replays=dict(self._graph_replays),
             nan_rows=self._nan_rows,
+            dummy_steps=self._dummy_steps,
         )

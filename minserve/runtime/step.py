@@ -48,10 +48,15 @@ class ScheduledStep(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's choice. Decode rows come first, then rows that read prompt tokens."""
 
     number: int
-    """Counts up from 1."""
+    """Counts up from 1; 0 is a step of padding alone."""
     rows: tuple[ScheduledRow, ...]
     num_decode_rows: int
     num_tokens: int
+
+    @property
+    def is_dummy(self) -> bool:
+        """Padding alone, of no request: run because other ranks have work."""
+        return self.number == 0
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):

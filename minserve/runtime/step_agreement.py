@@ -69,6 +69,9 @@ class Agreed(NamedTuple):
     """A rank leaves: all do, now."""
 
 
+IDLE = Agreed(Kind.IDLE, 0, 0, False)
+
+
 class StepAgreement:
     """One rank's end. All methods belong to the engine's thread."""
 

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from minserve.messages import StepStats
 from minserve.server.engine_pool import EnginePool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -136,6 +137,7 @@ class _EngineCollector(Collector):
         self._prefix = prefix
         self._model_name = model_name
         self._engines = engines
+        self._page_counts = page_counts
         self._num_pages = sum(page_counts)
         self._startup = startup
 
@@ -159,7 +161,24 @@ class _EngineCollector(Collector):
         eager = _summed([rank.eager_decode_steps for rank in stats])
         yield self._labelled(CounterMetricFamily, "graph_replay", "Graph replays by batch size.", "bs", replays)
         yield self._labelled(CounterMetricFamily, "eager_decode_steps", "Decode steps without a graph.", "reason", eager)
+        yield from self._of_ranks(stats)
         yield self._labelled(GaugeMetricFamily, "startup_seconds", "Seconds of the start.", "phase", self._startup)
+
+    def _of_ranks(self, stats: list[StepStats]) -> Iterator[Metric]:
+        """What tells one rank from another; the sums keep the names that dashboards know."""
+        shares = [rank.used_pages / max(1, count) for rank, count in zip(stats, self._page_counts, strict=True)]
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield self._by_rank(gauge, "num_requests_running", "Requests in the batch.", [rank.num_running for rank in stats])
+        yield self._by_rank(gauge, "num_requests_waiting", "Requests in the queue.", [rank.num_waiting for rank in stats])
+        yield self._by_rank(gauge, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", shares)
+        yield self._by_rank(counter, "steps", "Steps with requests of this rank.", [rank.steps for rank in stats])
+        yield self._by_rank(counter, "dummy_steps", "Steps for other ranks alone.", [rank.dummy_steps for rank in stats])
+
+    def _by_rank(
+        self, family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, values: Sequence[float]
+    ) -> Metric:
+        by_rank = {str(rank): float(value) for rank, value in enumerate(values)}
+        return self._labelled(family, f"rank_{name}", text, "rank", by_rank)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._labelled(GaugeMetricFamily, name, text, None, {"": float(value)})

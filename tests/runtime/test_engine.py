@@ -287,7 +287,7 @@ def test_a_failing_forward_is_the_engines_end_with_a_last_word(monkeypatch):
     controls = Controls(scheduler, {}, torch.device("cpu"), grammars)
     loop = Engine(connection, scheduler, make_runner(limits, model), controls, grammars)
     codes = []
-    monkeypatch.setattr(engine_module, "start", lambda _: loop)
+    monkeypatch.setattr(engine_module, "start", lambda *_: loop)
     thread = threading.Thread(target=lambda: codes.append(engine_module.serve(connection)))
     thread.start()
     front.ask(request(1, prompt(3), 2))

@@ -149,7 +149,7 @@ def test_the_front_is_watched_from_before_the_start_to_the_end(monkeypatch):
 
     monkeypatch.setattr(signal, "signal", lambda number, action: events.append((number, action)))
     monkeypatch.setattr(FrontConnection, "inherited", classmethod(lambda *_: Watched()))
-    monkeypatch.setattr(engine_module, "serve", lambda _: events.append("serve") or 5)
+    monkeypatch.setattr(engine_module, "serve", lambda *_: events.append("serve") or 5)
     assert engine_module.main() == 5
     assert events[:2] == [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
     assert events[2:] == ["watch", "serve", "alone"]

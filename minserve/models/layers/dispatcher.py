@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +78,10 @@ class Dispatched:
     handle: Any = None
 
 
+class CollectiveFailed(RuntimeError):
+    """The ranks could not exchange tokens: one of them has ended, is stuck or sent what does not fit."""
+
+
 class Dispatcher(Protocol):
     """One expert-parallel group. Each rank calls dispatch and combine once per MoE layer, tokens or not."""
 
@@ -143,7 +149,8 @@ class TorchDispatcher:
         parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), _padded(hidden, rows, 0)]
         packed = torch.cat([part.view(torch.uint8).flatten() for part in parts])
         gathered = [torch.empty_like(packed) for _ in range(self._num_ranks)]
-        torch.distributed.all_gather(gathered, packed, group=self._group)
+        with _failures_named():
+            torch.distributed.all_gather(gathered, packed, group=self._group)
         unpacked, start = [], 0
         for part in parts:
             size = part.numel() * part.element_size()
@@ -158,9 +165,18 @@ class TorchDispatcher:
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
         handle: _Gathered = dispatched.handle
         partial = torch.empty_like(output)
-        torch.distributed.all_to_all_single(partial, output.contiguous(), group=self._group)
+        with _failures_named():
+            torch.distributed.all_to_all_single(partial, output.contiguous(), group=self._group)
         of_ranks = partial.view(self._num_ranks, handle.rows_per_rank, output.shape[1])
         return of_ranks.float().sum(0)[: handle.num_tokens].to(output.dtype)
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveFailed(str(error)) from error
 
 
 def _padded(values: Tensor, rows: int, filling: int) -> Tensor:
