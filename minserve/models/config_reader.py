@@ -14,7 +14,6 @@ from typing import Any, cast
 from minserve.errors import CheckpointError
 from minserve.models.config_types import RopeConfig, WeightDtype, YarnConfig
 
-
 _TOO_LARGE = 1 << 31
 """No model has sizes near it; bytes counted from smaller ones fit in 64 bits, and the machine says that they do not fit in it."""
 
