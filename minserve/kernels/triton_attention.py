@@ -142,10 +142,12 @@ def _attention_kernel(
         acc = acc * shrink[:, None]
         acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
         top = new_top
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    # Only a part without tokens sums to 0. Asked the other way round (> 0), a NaN would be taken for one and vanish.
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
     flat = token * num_heads + head
     if split:
-        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)
         # A part without tokens says so by its -inf, and its room is never read.
@@ -168,10 +170,10 @@ def _merge_kernel(
     lse = tl.load(partial_lse + flat * num_splits + parts, mask=parts < num_splits, other=float("-inf"))
     top = tl.max(lse, axis=0)
     weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    inside = (lse > float("-inf"))[:, None] & (dims < head_dim)[None, :]
+    inside = (lse != float("-inf"))[:, None] & (dims < head_dim)[None, :]
     values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
     whole = tl.sum(weights, axis=0)
-    result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole > 0.0, whole, 1.0)
+    result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
 
 

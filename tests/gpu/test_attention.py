@@ -72,6 +72,19 @@ def test_attention_equals_the_reference(path: str, name: str, kind: str) -> None
     assert same_bits(result, run(engine, inputs, layer, metadata, shape))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "moonlight"])
+def test_a_nan_in_a_row_s_own_cache_is_seen_in_that_row_alone(name: str) -> None:
+    shape, metadata = SHAPES[name], step([1] * 3, [40, 700, 1200], 64)
+    inputs, layer = queries(shape, 3), cache(metadata, shape)
+    engine = attention("triton")
+    sound = run(engine, inputs, layer, metadata, shape)
+    page = int(metadata.page_table[1, 5])
+    layer[page] = torch.nan
+    broken = run(engine, inputs, layer, metadata, shape)
+    assert bool(broken[1].isnan().all())
+    assert same_bits(broken[[0, 2]], sound[[0, 2]])
+
+
 def test_long_rows_beside_short_ones() -> None:
     shape = SHAPES["qwen3"]
     metadata = step([1] * 3, [20000, 1, 700], 64)
