@@ -151,6 +151,13 @@ def model_directory(config: Config) -> Path:
 
     Raises CheckpointError when that is no directory with a config.json.
     """
+    try:
+        return _model_directory(config)
+    except OSError as error:
+        raise CheckpointError(f"model {config.model!r} cannot be read: {error.strerror}") from error
+
+
+def _model_directory(config: Config) -> Path:
     path = EMBEDDED_DIRECTORY if config.model == EMBEDDED_MODEL else Path(config.model).expanduser()
     if not path.exists() and hub.is_repo_id(config.model):
         path = hub.snapshot(config.model)

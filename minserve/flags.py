@@ -270,8 +270,10 @@ def _convert(written: str, field: str, value: Any) -> Any:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         value = [part.strip() if isinstance(part, str) else part for part in parts]
     try:
-        return msgspec.convert(value, expected, strict=False)
-    except msgspec.ValidationError as error:
+        converted = msgspec.convert(value, expected, strict=False)
+        msgspec.msgpack.encode(converted)  # as it will travel to the engine: in 64 bits
+        return converted
+    except (msgspec.ValidationError, OverflowError) as error:
         raise UsageError(f"{written}: expected {_describe(expected)}, not {value!r}") from error
 
 

@@ -96,6 +96,7 @@ def test_spellings(words: list[str], field: str, value: Any) -> None:
         (["--port"], "--port needs a value"),
         (["--port", "--host", "x"], "--port needs a value"),
         (["--port", "eighty"], "--port: expected a whole number, not 'eighty'"),
+        (["--num-pages", "1" + "0" * 30], "--num-pages: expected a whole number, not '1000"),
         (["--port", "65536"], "--port must be between 0 and 65535"),
         (["--port", "-1"], "--port must be between"),
         (["--dtype", "int3"], "--dtype: expected one of auto, bfloat16, float16, float32"),
@@ -222,6 +223,8 @@ def test_model_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file"):
         config.model_directory(Config(model=str(file)))
     assert config.model_directory(Config(model=str(tmp_path))) == tmp_path
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        config.model_directory(Config(model="x" * 5000))
 
 
 def test_validate_returns_the_config() -> None:
