@@ -12,8 +12,8 @@ from minserve.server.chat_template import ChatTemplateError
 from minserve.server.generation import Prompt
 from minserve.server.grammars import ForcedCalls, ReasoningFirst, build_grammar
 from minserve.server.loaded_model import LoadedModel
+from minserve.server.model_facts import check_length
 from minserve.server.options import Options
-from minserve.server.prompt_limits import check_length
 from minserve.server.reasoning import AnswerStart
 
 MAX_TOTAL_TOKENS = 1 << 23
