@@ -1,4 +1,4 @@
-"""All engines as one: admission, the rank that gets a request, where each lives, aborts, pulse and death. Knows no HTTP or text."""
+"""All engines as one: admission, the rank that gets a request, where each lives, aborts, pulse and death. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ class EnginePool:
             await engine.became_ready.wait()
         facts = [engine.ready for engine in self.engines if engine.ready is not None]
         self._capacity = sum(ready.max_num_seqs for ready in facts) // self._num_workers
+        self._balancer.know_pages([ready.num_pages for ready in facts], min(ready.page_size for ready in facts))
         return facts
 
     def tell(self, message: ToEngine) -> None:
@@ -115,10 +116,11 @@ class EnginePool:
         if self.death.done():
             raise unavailable("The engine has ended", "engine_dead")
         now = time.monotonic()
+        stats = self.stats()
         by_rank: dict[int, list[Request]] = {}
         ids: list[int] = []
         for token_ids, choices in prompts:
-            rank = self._balancer.choose()
+            rank = self._balancer.choose(token_ids, stats)
             for sampling in choices:
                 request = Request(id=next(self._ids), prompt_token_ids=token_ids, sampling=sampling, arrival_time=now)
                 self._live[request.id] = _Live(mailbox, len(ids), rank, len(token_ids))
