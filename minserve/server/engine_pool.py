@@ -1,4 +1,4 @@
-"""All engines as one: admission, the rank that gets a request, where each lives, aborts, pulse and death. Knows no HTTP."""
+"""All engines as one: admission, where each request lives, aborts, pulse and death. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -11,41 +11,12 @@ from typing import Any, NamedTuple
 from minserve.messages import AbortRequests, AddRequests, FinishRequest, Ready, StepOutputs, StepStats, ToEngine
 from minserve.request import FinishReason, Request, SamplingParams
 from minserve.server.api_errors import RETRY_AFTER_SECONDS, ApiError, unavailable
+from minserve.server.balancer import Balancer
 from minserve.server.engine_client import Death, EngineClient
 from minserve.server.mailbox import Mailbox
 
 _REQUESTS_PER_MESSAGE = 64
 """A message must stay far below the frame limit, and the engine shall begin before the last one is written."""
-
-
-class Balancer:
-    """Outstanding work of each rank, in sequences and prompt tokens."""
-
-    TOKENS_PER_SEQUENCE = 256
-    """How many prompt tokens weigh as much as one more sequence to decode."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._work = [0] * num_ranks
-        self._sequences = [0] * num_ranks
-
-    def choose(self) -> int:
-        """The rank with the least outstanding work; the lowest of equals."""
-        return min(range(len(self._work)), key=self._work.__getitem__)
-
-    def add(self, rank: int, num_prompt_tokens: int) -> None:
-        self._sequences[rank] += 1
-        self._work[rank] += self._weight(num_prompt_tokens)
-
-    def remove(self, rank: int, num_prompt_tokens: int) -> None:
-        """Takes back one `add` with the same arguments."""
-        self._sequences[rank] -= 1
-        self._work[rank] -= self._weight(num_prompt_tokens)
-
-    def num_sequences(self, rank: int) -> int:
-        return self._sequences[rank]
-
-    def _weight(self, num_prompt_tokens: int) -> int:
-        return self.TOKENS_PER_SEQUENCE + num_prompt_tokens
 
 
 class _Live(NamedTuple):

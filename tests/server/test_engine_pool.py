@@ -13,7 +13,8 @@ from minserve.messages import Ready
 from minserve.request import Request, SamplingParams, TokenOutput
 from minserve.server import engine_client, mailbox
 from minserve.server.api_errors import ApiError, unavailable
-from minserve.server.engine_pool import Balancer, EnginePool
+from minserve.server.balancer import Balancer
+from minserve.server.engine_pool import EnginePool
 from minserve.server.mailbox import Mailbox
 
 SAMPLING = SamplingParams(max_tokens=3, seed=1)
