@@ -12,6 +12,8 @@ from typing import Any
 
 import llguidance
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scripted_engine import Script
 from server.tool_texts import STYLES, Call, tool
 from tokenizers import AddedToken, Tokenizer
@@ -572,6 +574,18 @@ def test_errors_of_forms_are_answered_with_400(qwen: Edge, stream: bool) -> None
     assert len(qwen.engine.added) == before
 
 
+@pytest.mark.parametrize("field", ["guided_choice", "guided_regex", "guided_json", "tools"])
+def test_half_surrogates_do_no_harm(qwen: Edge, field: str) -> None:
+    value = {
+        "guided_choice": ["a\ud800"],
+        "guided_regex": "a\udc00+",
+        "guided_json": {"enum": ["\ud83d"]},
+        "tools": [{"type": "function", "function": {"name": "\ud800"}}],
+    }[field]
+    answer = qwen.post("/v1/chat/completions", {**ASK, field: value, "tool_choice": "required" if field == "tools" else "auto"})
+    assert answer.status in (200, 400), answer.body
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_the_engine_gives_up_is_the_clients_fault(qwen: Edge, stream: bool) -> None:
     def refuse(request: Request) -> TokenOutput:
@@ -590,3 +604,92 @@ def test_a_grammar_that_the_engine_gives_up_is_the_clients_fault(qwen: Edge, str
     assert answer.status == 400
     assert answer.error["message"] == "the grammar cannot be followed: no"
     assert answer.error["type"] == "invalid_request_error"
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+)
+WORDS = st.sampled_from(
+    [
+        "type",
+        "object",
+        "array",
+        "string",
+        "integer",
+        "properties",
+        "items",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "oneOf",
+        "$ref",
+        "#",
+        "#/$defs/a",
+        "$defs",
+        "a",
+        "pattern",
+        "(a|b)*",
+        "[",
+        "minLength",
+        "maxLength",
+        "minimum",
+        "multipleOf",
+        "required",
+        "format",
+        "date",
+        "prefixItems",
+        "additionalProperties",
+        "json",
+        "regex",
+        "choice",
+        "schema",
+        "json_schema",
+        "json_object",
+        "x-guidance",
+        "function",
+        "name",
+        "parameters",
+        "lenient",
+        "whitespace_pattern",
+    ]
+)
+ANY = st.recursive(
+    LEAVES | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+SCHEMA_LIKE = st.dictionaries(WORDS, ANY, max_size=5)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "response_format": ANY | st.builds(lambda schema: json_schema(schema)["response_format"], SCHEMA_LIKE),
+        "guided_json": SCHEMA_LIKE | ANY,
+        "guided_regex": ANY | st.text(st.sampled_from("ab[](){}^$\\.*+?|,01/-\n"), max_size=12),
+        "guided_choice": ANY | st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4),
+        "structured_outputs": SCHEMA_LIKE,
+        "tools": st.lists(
+            st.builds(lambda p: {"type": "function", "function": {"name": "f", "parameters": p}}, SCHEMA_LIKE), max_size=2
+        ),
+        "tool_choice": st.sampled_from(["required", "auto", {"type": "function", "function": {"name": "f"}}]) | ANY,
+        "parallel_tool_calls": st.booleans(),
+    },
+)
+
+
+@given(FIELDS)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_form_and_no_tools_make_the_server_fail(qwen: Edge, fields: dict[str, Any]) -> None:
+    """Every grammar that passes the edge is one that the library takes with a tokenizer too, or fails on alone."""
+    before = len(qwen.engine.added)
+    answer = qwen.post("/v1/chat/completions", {**ASK, **fields})
+    assert answer.status in (200, 400), (fields, answer.body)
+    for request in qwen.engine.added[before:]:
+        if request.sampling.grammar is not None:
+            made = llguidance.LLMatcher(TOKENIZER, request.sampling.grammar.text, log_level=0)
+            if not made.is_error():
+                made.compute_bitmask()
