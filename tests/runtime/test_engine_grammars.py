@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import time
@@ -21,6 +22,7 @@ from minserve.messages import AbortRequests, Call, Reply, Vocabulary
 from minserve.request import FinishReason, Grammar
 from minserve.runtime import grammar as grammar_module
 from minserve.runtime.grammar import TokenMasks
+from minserve.runtime.model_runner import InFlight, ModelRunner
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
 PIECES = [*(chr(ord("a") + i).encode() for i in range(26)), b"ab", b"abc", b"cab", b"ba", b"</r>"]
@@ -201,12 +203,25 @@ def test_masks_are_counted(start):
     assert reply.result["grammars"]["seconds"] > 0
 
 
+class AheadOfMasks(ModelRunner):
+    """Forwards run at their launch, as on a GPU: before the host knows what their rows may sample."""
+
+    def _start(self, step, staged, padded, awaits_masks):
+        finish, read = functools.partial(self._finish, step, self._run(step, staged, padded)), functools.partial(self._read, step)
+        launched = InFlight(step, finish, read, finish_late=False)
+        if not awaits_masks:
+            launched.constrain(None)
+        return launched
+
+
 def small_runners(directory):
-    """A real model, eager and with graphs that replay its decode steps."""
+    """A real model: eager, ahead of the masks, and so with graphs that replay its decode steps."""
     limits = make_limits(vocab_size=320, max_num_seqs=6, num_pages=100, page_size=16, max_model_len=200, chunked_prefill_size=64)
-    plans = HeldPlans()
-    replayed = with_graphs(graph_doubles.runner_of(load(directory), plans.kernels(), limits), (1, 4, 6))
-    return graph_doubles.runner_of(load(directory), reference.cpu(), limits), replayed
+    made = []
+    for kernels in (reference.cpu(), reference.cpu(), HeldPlans().kernels()):
+        made.append(graph_doubles.runner_of(load(directory), kernels, limits))
+    made[1].__class__ = made[2].__class__ = AheadOfMasks
+    return made[0], made[1], with_graphs(made[2], (1, 4, 6))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -224,7 +239,8 @@ def test_graphs_that_know_nothing_of_masks_give_the_same_tokens(tiny_dir, temper
         }
         changes |= {"grammar": None} if number % 3 == 2 else {}
         requests.append(msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, **changes)))
-    eager, replayed = (constrained_loop.run(runner, requests, pieces) for runner in small_runners(tiny_dir("qwen3_moe")))
+    eager, ahead, replayed = (constrained_loop.run(runner, requests, pieces) for runner in small_runners(tiny_dir("qwen3_moe")))
+    assert ahead == eager
     assert replayed == eager
     for number in (0, 1, 3, 4, 6, 7):
         assert re.fullmatch(regex, bytes(token for token in eager[number] if token != 300).decode())
