@@ -20,12 +20,14 @@ from typing import Any
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from minserve.errors import EnvironmentFault, UsageError
+from minserve.errors import EnvironmentFault, RankLost, UsageError
 from minserve.runtime.step_agreement import StepAgreement
 from minserve.seat import ALONE, Seat
 
 START_TIMEOUT = datetime.timedelta(hours=6)
 """Ranks that load or compile may come this much later than the others; a dead one is noticed by its socket."""
+_HELLO_SECONDS = 10.0
+"""Whoever connects has so long to say who it is."""
 _TOKEN_BYTES = 16
 _RANK_BYTES = 4
 
@@ -41,13 +43,17 @@ class Group:
     store: Store | None
 
     def prove_equal(self, facts: Mapping[str, Any]) -> None:
-        """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise."""
+        """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise, RankLost."""
         if self.store is None:
             return
-        self.store.set(f"facts/{self.seat.rank}", json.dumps(facts))
-        for rank in range(self.seat.num_ranks):
-            theirs = json.loads(self.store.get(f"facts/{rank}"))
-            for name, value in facts.items():
+        with self._store_lost():
+            self.store.set(f"facts/{self.seat.rank}", json.dumps(facts))
+            told = {rank: json.loads(self.store.get(f"facts/{rank}")) for rank in range(self.seat.num_ranks)}
+            self.store.set(f"facts read/{self.seat.rank}", "")
+            if self.seat.rank == 0:  # the others read from this process, which must not end before they have
+                self.store.wait([f"facts read/{rank}" for rank in told])
+        for name, value in facts.items():
+            for rank, theirs in told.items():
                 if theirs.get(name) != value:
                     raise UsageError(
                         f"all ranks need the same {name}: it is {value} on rank {self.seat.rank} and "
@@ -55,12 +61,19 @@ class Group:
                     )
 
     def wait_for_all(self, what: str) -> None:
-        """Returns once every rank has come here, however long that takes."""
+        """Returns once every rank has come here, however long that takes. Raises RankLost."""
         if self.store is None:
             return
-        self.store.set(f"{what}/{self.seat.rank}", "here")
-        for rank in range(self.seat.num_ranks):
-            self.store.get(f"{what}/{rank}")
+        with self._store_lost():
+            self.store.set(f"{what}/{self.seat.rank}", "")
+            self.store.wait([f"{what}/{rank}" for rank in range(self.seat.num_ranks)])
+
+    @contextlib.contextmanager
+    def _store_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(f"rank 0, where the ranks meet, has ended: {error}", 0) from error
 
 
 def alone() -> Group:
@@ -111,6 +124,7 @@ def _connect(seat: Seat, store: Store) -> dict[int, socket.socket]:
             peers[rank].sendall(seat.rank.to_bytes(_RANK_BYTES, "little") + token)
         while len(peers) < seat.num_ranks - 1:
             connection, _ = listener.accept()
+            connection.settimeout(_HELLO_SECONDS)
             said = _receive(connection, _RANK_BYTES + len(token))
             if hmac.compare_digest(said[_RANK_BYTES:], token):
                 peers[int.from_bytes(said[:_RANK_BYTES], "little")] = connection
@@ -152,8 +166,9 @@ def _dial(address: str | list[Any]) -> socket.socket:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """`size` bytes, or fewer at the connection's end."""
+    """`size` bytes, or fewer at the connection's end or when they do not come in time."""
     data = b""
-    while len(data) < size and (more := connection.recv(size - len(data))):
-        data += more
+    with contextlib.suppress(TimeoutError):
+        while len(data) < size and (more := connection.recv(size - len(data))):
+            data += more
     return data
