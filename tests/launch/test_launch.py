@@ -68,7 +68,7 @@ def test_the_first_frame_is_the_config_and_eof_the_end(tmp_path: Path, fake_engi
     (tmp_path / "fake_engine.py").write_text(
         READ_CONFIG + "connection.sendall(repr((received.port, received.model)).encode())\nsys.exit(len(connection.recv(1)))\n"
     )
-    with launch._engine(Config(port=77, model="/m"), fake_engine) as (process, connection):
+    with launch._engine(Config(port=77, model="/m"), fake_engine) as (process, (connection,)):
         assert connection.recv(100) == b"(77, '/m')"
         assert process.poll() is None
     assert process.returncode == 0
@@ -79,7 +79,7 @@ def test_an_engine_that_does_not_leave_is_killed(tmp_path: Path, fake_engine: st
         READ_CONFIG + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nconnection.sendall(b'up')\ntime.sleep(60)\n"
     )
     monkeypatch.setattr(launch, "_ENGINE_LEAVES_WITHIN", 0.2)
-    with launch._engine(Config(), fake_engine) as (process, connection):
+    with launch._engine(Config(), fake_engine) as (process, (connection,)):
         assert connection.recv(2) == b"up"
     assert process.returncode == -signal.SIGKILL
 
@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_even_start_does_not_break_the_front(fake_engine: 
 
 def test_the_cause_of_death_names_the_signal(tmp_path: Path, fake_engine: str) -> None:
     (tmp_path / "fake_engine.py").write_text(READ_CONFIG + "connection.sendall(b'up')\ntime.sleep(60)\n")
-    with launch._engine(Config(), fake_engine) as (process, connection):
+    with launch._engine(Config(), fake_engine) as (process, (connection,)):
         assert connection.recv(2) == b"up"
         process.kill()
         assert connection.recv(1) == b""
@@ -105,7 +105,7 @@ def test_vendor_libraries_are_found_where_their_packages_are(tmp_path: Path, mon
     found = [str(tmp_path / "nvidia" / "nvshmem" / "lib"), str(tmp_path / "nvidia" / "nccl" / "lib")]
     assert [folder for folder in launch.vendor_library_folders() if folder.startswith(str(tmp_path))] == found
     monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
-    path = launch._engine_environment(5)["LD_LIBRARY_PATH"].split(":")
+    path = launch.engine_environment(Config())["LD_LIBRARY_PATH"].split(":")
     assert path[-1] == "/before"
     assert set(found) <= set(path)
 
