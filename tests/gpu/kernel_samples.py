@@ -52,9 +52,9 @@ def choices(tokens: int, top_k: int, experts: int) -> tuple[Tensor, Tensor]:
 
 def quantised(x: Tensor) -> Tensor:
     """fp32 x after FP8 quantisation in blocks of 128 along each row, as an ideal activation quantiser leaves it."""
-    blocks = x.float().unflatten(-1, (-1, 128))
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 def expert_truth(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, *, fp8_activations: bool = False) -> Tensor:
