@@ -139,6 +139,9 @@ class ModelFormats:
     """The marks of both that are special tokens."""
     call_layout: CallLayout | None
     """How a call that is forced shall be spelled; there as the tool format is."""
+    opens_reasoning: bool = True
+    """Whether the model may be expected to begin a reasoning by itself. One whose template has no word of it only has the
+    tags in its vocabulary, and where an answer is held to a form it shall come to the point."""
 
     def of_answer(
         self,
@@ -184,6 +187,7 @@ def model_formats(
     family = next((name for word, name in _FAMILIES.items() if model_type.startswith(word)), None)
     named = family if tool_parser == "auto" else _TOOL_PARSERS.get(tool_parser)
     thinks = reasoning_parser != "none" and (reasoning_parser != "auto" or family is not None)
-    if named is None:
-        return ModelFormats(ThinkTags() if thinks else None, None, special_tokens, None)
-    return ModelFormats(ThinkTags() if thinks else None, TOOL_FORMATS[named], special_tokens, call_layout(named, template))
+    tags = ThinkTags() if thinks else None
+    opens = reasoning_parser != "auto" or (tags is not None and (tags.opening in template or tags.closing in template))
+    tool_format, layout = (None, None) if named is None else (TOOL_FORMATS[named], call_layout(named, template))
+    return ModelFormats(tags, tool_format, special_tokens, layout, opens)

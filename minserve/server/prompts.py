@@ -71,7 +71,7 @@ def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, mode
         opening = model.tokenizer.token_id(answer.tags.opening)
         if answer.start is AnswerStart.INSIDE:
             reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=None)
-        elif answer.start is AnswerStart.OPEN and opening is not None:
+        elif answer.start is AnswerStart.OPEN and opening is not None and model.formats.opens_reasoning:
             reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=opening)
     return build_grammar(request.form, calls, reasoning)
 

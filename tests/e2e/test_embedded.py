@@ -36,6 +36,32 @@ def test_the_log_says_how_to_curl_it_and_that_command_works(embedded: ServerProc
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("form", ["json_object", "schema", "tool"])
+def test_an_answer_held_to_a_form_comes_to_the_point(embedded: ServerProcess, form: str) -> None:
+    """The model knows neither JSON nor tools, and its vocabulary has a tag of reasoning that its template never uses."""
+    schema = {"type": "object", "properties": {"sum": {"enum": [81, 18]}}, "required": ["sum"], "additionalProperties": False}
+    body = {"messages": [{"role": "user", "content": "What is 23 + 58?"}], "temperature": 0, "max_tokens": 100}
+    if form == "tool":
+        body |= {"tools": [{"type": "function", "function": {"name": "answer", "parameters": schema}}]}
+        body |= {"tool_choice": "required", "parallel_tool_calls": False}
+    elif form == "schema":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    else:
+        body["response_format"] = {"type": "json_object"}
+    status, answer = embedded.request("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["message"].get("reasoning_content") is None
+    if form == "tool":
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["sum"] in (81, 18)
+        assert choice["finish_reason"] == "tool_calls"
+    elif form == "schema":
+        assert json.loads(choice["message"]["content"])["sum"] in (81, 18)
+    else:
+        assert choice["message"]["content"].lstrip().startswith("{")
+
+
 def test_the_eval_passes_and_its_last_line_is_the_accuracy(embedded: ServerProcess) -> None:
     command = [sys.executable, "-m", "minserve", "eval", "arithmetic", "--base-url", embedded.base_url]
     done = subprocess.run([*command, "--limit", "40", "--concurrency", "8"], capture_output=True, text=True, timeout=300)
