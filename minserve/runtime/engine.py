@@ -6,11 +6,13 @@ Knows messages and the order of things; nothing of text, HTTP, pages or tensors.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 from minserve import seat as seats
 from minserve.errors import ExitCode, RankLost, ServerError, UsageError
@@ -259,7 +261,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
             info=info,
         )
     )
-    controls = Controls(parts.scheduler, info, parts.runner.device, grammars)
+    controls = Controls(parts.scheduler, info, parts.runner.device, grammars, parts.model.expert_load)
     engine = Engine(connection, parts.scheduler, parts.runner, controls, grammars, group)
     for message in heard:
         engine.take(message)
@@ -314,11 +316,17 @@ def main() -> int:
     connection.leave_with_front()
     code = serve(connection, seat)
     connection.leave_alone()
-    if seat.num_ranks > 1:  # the collectives' own threads may wait for ranks that are gone
-        logging.shutdown()
-        os._exit(code)
     return code
 
 
+def leave(code: int) -> NoReturn:
+    """End at once: the interpreter's own way out takes seconds with torch loaded, longer than the front waits before it
+    kills, and threads of collectives may wait for ranks that are gone."""
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
