@@ -116,6 +116,15 @@ class Decoder(nn.Module):
             return "the head is tied to the embedding"
         return None
 
+    def expert_load(self) -> dict[int, list[int]]:
+        """Layer to the (token, expert) pairs of each of this rank's experts so far; empty where all experts are here.
+
+        Waits for the device."""
+        layers = {
+            index: layer.mlp.experts.load for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MixtureOfExperts)
+        }
+        return {index: load[1:].tolist() for index, load in layers.items() if load is not None}
+
     def finish_load(self) -> None:
         for module in self.modules():
             if isinstance(module, MultiHeadLatentAttention):

@@ -60,6 +60,7 @@ class Parts:
     """An engine, ready to run."""
 
     model_config: ModelConfig
+    model: Decoder
     kv_plan: KVPlan
     limits: Limits
     scheduler: Scheduler
@@ -90,7 +91,15 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
-    return Parts(model_config=model_config, kv_plan=size, limits=limits, scheduler=Scheduler(limits), runner=runner, info=info)
+    return Parts(
+        model_config=model_config,
+        model=model,
+        kv_plan=size,
+        limits=limits,
+        scheduler=Scheduler(limits),
+        runner=runner,
+        info=info,
+    )
 
 
 def choose_backend(config: Config, model_config: ModelConfig) -> Backend:

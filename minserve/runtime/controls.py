@@ -16,13 +16,19 @@ from minserve.messages import Call, Reply
 from minserve.runtime.grammar import Grammars
 from minserve.runtime.scheduler import Scheduler
 
+ExpertLoad = Callable[[], dict[int, list[int]]]
+"""Layer to how many (token, expert) pairs each of this rank's experts has had."""
+
 
 class Controls:
     """Answers calls between two steps. `info` is what does not change after the start."""
 
-    def __init__(self, scheduler: Scheduler, info: dict[str, Any], device: torch.device, grammars: Grammars) -> None:
+    def __init__(
+        self, scheduler: Scheduler, info: dict[str, Any], device: torch.device, grammars: Grammars, expert_load: ExpertLoad = dict
+    ) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
+        self._expert_load = expert_load
         self._info = info
         self._device = device
         self._profile: tuple[torch.profiler.profile, Path] | None = None
@@ -56,6 +62,7 @@ class Controls:
             "stats": msgspec.to_builtins({name: getattr(stats, name) for name in stats.__struct_fields__}, str_keys=True),
             "grammars": {"masks": self._grammars.num_masks, "seconds": self._grammars.mask_seconds},
             "profiling": self._profile is not None,
+            "expert_load": {str(layer): counts for layer, counts in self._expert_load().items()},
         }
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)

@@ -96,7 +96,7 @@ def end_by_a_ranks_death(server: ServerProcess) -> None:
     with busy(server):
         victim = len(processes) - 1
         os.kill(processes[victim].pid, signal.SIGKILL)
-        server_left = ended(server, 5.0)
+        server_left = ended(server, 2.0)
     assert server_left == 6
     assert f"engine {victim} (pid {processes[victim].pid}) was killed by SIGKILL" in server.log
     assert not psutil.wait_procs(processes, 2)[1]
@@ -155,6 +155,13 @@ def check_what_ranks_show(server: ServerProcess, num_ranks: int) -> None:
     shown = ranks(server)
     assert [rank["info"]["effective"]["rank"] for rank in shown] == [f"{rank} of {num_ranks}" for rank in range(num_ranks)]
     assert all("an expert of another rank" in rank["info"]["load_report"] for rank in shown)
+    # The experts of all ranks together had every token of every rank as often as each token chooses.
+    by_layer: dict[str, list[int]] = {}
+    for rank in shown:
+        for layer, counts in rank["now"]["expert_load"].items():
+            by_layer.setdefault(layer, []).extend(counts)
+    totals = {sum(counts) for counts in by_layer.values()}
+    assert len(by_layer) >= 2 and len(totals) == 1 and totals.pop() > 100
     page = server.request("GET", "/metrics")[1]
     for rank in range(num_ranks):
         assert re.search(rf'^minserve:rank_steps_total\{{.*rank="{rank}"\}} [1-9]', page, re.MULTILINE), page

@@ -25,6 +25,8 @@ class Experts(nn.Module):
 
     slots: Tensor | None
     """int32, one an expert of the model: its slot; None when each sits in its own."""
+    load: Tensor | None
+    """int64, one a slot of this rank, after one for no slot: (token, slot) pairs so far. None where all experts are here."""
 
     def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
@@ -41,6 +43,9 @@ class Experts(nn.Module):
         identity = self.placement.is_identity
         slots = None if identity else torch.tensor(self.placement.slot_of_expert, dtype=torch.int32, device=build.device)
         self.register_buffer("slots", slots, persistent=False)
+        spread = self.placement.num_ranks > 1
+        load = torch.zeros(count + 1, dtype=torch.int64, device=build.device) if spread else None
+        self.register_buffer("load", load, persistent=False)
 
     def _matrices(self, count: int, rows: int, columns: int, build: BuildContext) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Memory for `count` matrices and their scales in the format that is kept."""
@@ -64,6 +69,9 @@ class Experts(nn.Module):
         weights = ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
         if isinstance(tokens, MaskedTokens):
             return self.kernels.experts_masked(tokens.hidden, tokens.counts, weights)
+        if self.load is not None:
+            slots = (tokens.slot_ids + 1).flatten().long()
+            self.load.scatter_add_(0, slots, torch.ones_like(slots))
         return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights)
 
     def _names(self) -> list[str]:
