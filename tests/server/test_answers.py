@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,20 @@ def test_an_empty_text_runs_on_the_start_token(edge: Edge, vocabulary: Vocabular
     for prompt in ("", [""]):
         assert edge.complete(prompt).status == 200
         assert edge.engine.added[-1].prompt_token_ids == [vocabulary.bos]
+
+
+def test_without_a_start_token_an_empty_text_is_refused(
+    start_edge: Callable[..., AbstractContextManager[Edge]], model_dir: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(model_dir / name, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    with start_edge("hello", model=str(tmp_path)) as edge:
+        for answer in (edge.complete(""), edge.complete([""]), edge.complete(["a", ""]), edge.chat("")):
+            assert answer.status == 400
+            assert "empty" in answer.json["error"]["message"]
+        assert edge.engine.added == []
+        assert edge.complete("a").status == 200
 
 
 def test_sampling_reaches_the_engine_as_asked(edge: Edge, vocabulary: Vocabulary) -> None:
@@ -120,6 +138,11 @@ def test_unseeded_requests_differ_and_seeded_ones_do_not(edge: Edge) -> None:
     assert first != second
     assert third == fourth == 5
     assert negative >= 0
+
+
+def test_each_choice_of_a_seeded_request_has_a_seed_of_its_own(edge: Edge) -> None:
+    assert edge.complete(["x", "y"], n=3, seed=7, temperature=1).status == 200
+    assert [request.sampling.seed for request in edge.engine.added[-6:]] == [7, 8, 9, 7, 8, 9]
 
 
 def test_max_completion_tokens_is_the_newer_name(edge: Edge) -> None:
