@@ -32,9 +32,7 @@ class MultiHeadLatentAttention(nn.Module):
     w_uv: Tensor
     """[heads, kv_lora_rank, v_head_dim], a view of kv_b"""
 
-    def __init__(
-        self, prefix: str, layer: int, config: MlaConfig, hidden_size: int, rotary: Rotary, build: BuildContext
-    ) -> None:
+    def __init__(self, prefix: str, layer: int, config: MlaConfig, hidden_size: int, rotary: Rotary, build: BuildContext) -> None:
         super().__init__()
         self.layer = layer
         self.config = config
