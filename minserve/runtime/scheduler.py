@@ -213,8 +213,7 @@ class Scheduler:
         if not sequence.num_preemptions and self.limits.enable_prefix_caching and not sequence.wants_scores:
             self._prefix_queries += sequence.num_prompt
             self._prefix_hits += sequence.position
-        if not sequence.answered:
-            sequence.cached_tokens = min(sequence.position, sequence.num_prompt)
+        sequence.cached_tokens = min(sequence.position, sequence.num_prompt)  # as of the run that gives the first answer
         return sequence
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:

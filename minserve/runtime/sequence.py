@@ -129,8 +129,6 @@ class Sequence:
         """Start over from the first token: the pages it held, which the caller gives back."""
         pages, self.pages = self.pages, []
         self.position = self.write_from = self.told_pages = 0
-        if not self.answered:
-            self.cached_tokens = 0
         return pages
 
     def take_result(self, row: ScheduledRow, result: RowResult) -> TokenOutput | None:
