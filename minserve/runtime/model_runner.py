@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -136,6 +137,7 @@ class ModelRunner:
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
+        self._last_done = 0.0
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
     def launch(self, step: ScheduledStep, *, awaits_masks: bool = False, rows_per_rank: int | None = None) -> InFlight:
@@ -154,7 +156,7 @@ class ModelRunner:
         return self._start(step, self.batches.stage(step, 1, rows_per_rank=rows_per_rank, masked=True), None, awaits_masks=False)
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
-        read = functools.partial(self._read, step)
+        read = functools.partial(self._read, step, time.monotonic())
         if self.device.type == "cpu":
             return InFlight(
                 step, lambda masks: self._finish(step, self._run(step, staged, padded), masks), read, finish_late=True
@@ -323,9 +325,11 @@ class ModelRunner:
 
     # on the host
 
-    def _read(self, step: ScheduledStep, outcome: _Outcome) -> StepResult:
+    def _read(self, step: ScheduledStep, launched: float, outcome: _Outcome) -> StepResult:
         if outcome.done is not None:
             outcome.done.synchronize()
+        done = time.monotonic()
+        seconds, self._last_done = done - max(launched, self._last_done), done
         numbers = outcome.numbers.tolist()
         num_sampling = len(numbers) // 2
         logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
@@ -353,6 +357,7 @@ class ModelRunner:
             nan_rows=nan_rows,
             eager_reason=self.eager_reason if eager else None,
             graph_size=outcome.graph_size,
+            seconds=seconds,
         )
 
 

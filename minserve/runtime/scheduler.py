@@ -15,6 +15,7 @@ import msgspec
 from minserve.messages import StepStats
 from minserve.request import FinishReason, Request, TokenOutput
 from minserve.runtime.page_allocator import PageAllocator
+from minserve.runtime.prefill_pace import PrefillPace
 from minserve.runtime.prefix_cache import PrefixCache
 from minserve.runtime.sequence import Phase, Sequence
 from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
@@ -31,6 +32,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """At most num_pages * page_size, so that any one request fits alone."""
     vocab_size: int
     enable_prefix_caching: bool = True
+    prefill_step_ratio: float = 2.0
+    """A step that reads prompts beside decode rows may take this many times what the decode rows take alone."""
 
     @property
     def max_step_tokens(self) -> int:
@@ -46,6 +49,7 @@ class Scheduler:
             raise ValueError("max_model_len is more than the pages hold")
         self.limits = limits
         self.pages = PageAllocator(limits.num_pages, PrefixCache())
+        self._pace = PrefillPace(limits.prefill_step_ratio, limits.chunked_prefill_size)
         self._sequences: dict[int, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: collections.deque[Sequence] = collections.deque()
@@ -107,12 +111,14 @@ class Scheduler:
         number = self._scheduled_step + 1
         rows = list(self._decode_rows(number))
         num_decode_rows = len(rows)
-        budget = max(1, self.limits.chunked_prefill_size - num_decode_rows)
-        rows.extend(self._prompt_rows(number, budget, now))
+        budget = min(max(1, self.limits.chunked_prefill_size - num_decode_rows), self._pace.tokens(num_decode_rows))
+        if budget:
+            rows.extend(self._prompt_rows(number, budget, now))
         if not rows:
             return None
         self._scheduled_step = number
         num_tokens = sum(row.num_tokens for row in rows)
+        self._pace.scheduled(num_decode_rows, num_tokens - num_decode_rows)
         return ScheduledStep(number=number, rows=tuple(rows), num_decode_rows=num_decode_rows, num_tokens=num_tokens)
 
     def _decode_rows(self, step: int) -> Iterator[ScheduledRow]:
@@ -312,6 +318,8 @@ class Scheduler:
             self._free_slots.append(slot)
 
     def _count(self, step: ScheduledStep, result: StepResult) -> None:
+        if result.seconds is not None:
+            self._pace.measured(step.num_decode_rows, step.num_tokens - step.num_decode_rows, result.seconds)
         self._nan_rows += result.nan_rows
         self._mixed_steps += step.num_decode_rows < len(step.rows)
         if result.graph_size is not None:

@@ -80,3 +80,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why a step of decode rows alone ran without a graph; None for a replay and for mixed steps."""
     graph_size: int | None = None
     """The padded batch size of the graph that was replayed."""
+    seconds: float | None = None
+    """From the end of the step before, or from the launch where that came later, to this step's end."""
