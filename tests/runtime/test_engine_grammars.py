@@ -207,7 +207,8 @@ class AheadOfMasks(ModelRunner):
     """Forwards run at their launch, as on a GPU: before the host knows what their rows may sample."""
 
     def _start(self, step, staged, padded, awaits_masks):
-        finish, read = functools.partial(self._finish, step, self._run(step, staged, padded)), functools.partial(self._read, step)
+        finish = functools.partial(self._finish, step, self._run(step, staged, padded))
+        read = functools.partial(self._read, step, 0.0)
         launched = InFlight(step, finish, read, finish_late=False)
         if not awaits_masks:
             launched.constrain(None)
