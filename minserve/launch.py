@@ -33,7 +33,7 @@ from minserve.seat import ALONE, SEAT_VARIABLE, Seat
 from minserve.seat import encode as encode_seat
 from minserve.server.app import serve
 
-ENGINE_MODULE = "minserve.runtime.engine"
+ENGINE_MODULE = "minserve.runtime"
 MOCK_ENGINE_MODULE = "minserve.runtime.mock_engine"
 DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 LISTEN_BACKLOG = 4096

@@ -82,7 +82,7 @@ class ServerProcess:
         while True:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if any("minserve.runtime.engine" in word for word in child.cmdline()):
+                    if "minserve.runtime" in child.cmdline():
                         return child
             assert time.monotonic() < deadline, f"no engine process:\n{self.log}"
             time.sleep(0.02)

@@ -326,7 +326,3 @@ def leave(code: int) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -266,3 +267,19 @@ def test_a_reader_of_the_log_that_leaves_does_not_end_the_server(model: str) -> 
         if server.poll() is None:
             server.kill()
             server.wait()
+
+
+def test_too_little_memory_to_load_torch_exits_5_with_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "minserve", "launch", "--port", "0"]
+    limit = 340_000 * 1024
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 5, done.stderr
+    assert "not enough memory to load torch" in done.stderr
+    assert "Traceback" not in done.stderr

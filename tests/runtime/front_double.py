@@ -129,7 +129,7 @@ class EngineProcess(FrontDouble):
         with theirs:
             environment = os.environ | {"MINSERVE_ENGINE_FD": str(theirs.fileno()), "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "minserve.runtime.engine"],
+                [sys.executable, "-P", "-m", "minserve.runtime"],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

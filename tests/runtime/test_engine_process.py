@@ -169,7 +169,7 @@ FRONT = """
     from minserve.messages import AddRequests, encode_frame, frame
     from minserve.request import Request, SamplingParams
     ours, theirs = socket.socketpair()
-    engine = subprocess.Popen([sys.executable, "-P", "-m", "minserve.runtime.engine"], pass_fds=[theirs.fileno()],
+    engine = subprocess.Popen([sys.executable, "-P", "-m", "minserve.runtime"], pass_fds=[theirs.fileno()],
         env=os.environ | {"MINSERVE_ENGINE_FD": str(theirs.fileno())}, process_group=0)
     theirs.close()
     ours.sendall(frame(config.encode(config.Config(model=sys.argv[1], num_pages=40))))

@@ -1,0 +1,37 @@
+"""Where an engine process begins: imports the engine, and where that cannot be, says so to the front. Knows no engine itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
+from minserve.messages import Fatal
+from minserve.runtime.connection import FrontConnection, FrontGone
+
+_NO_ROOM = ("failed to map", "cannot allocate", "out of memory")
+"""How the loader of shared libraries says that memory is short."""
+
+
+def _fault(error: BaseException) -> ServerError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_ROOM):
+        return DoesNotFit(f"there is not enough memory to load torch ({reason}); raise the limit of this process (ulimit -v)")
+    return EnvironmentFault(f"the engine's libraries cannot be loaded ({reason}); install minserve's dependencies again")
+
+
+def main() -> NoReturn:
+    try:
+        from minserve.runtime import engine
+    except (ImportError, MemoryError, OSError) as error:
+        fault = _fault(error)
+        try:
+            FrontConnection.inherited().send(Fatal(fault.exit_code, str(fault)))
+        except (KeyError, ValueError, OSError, FrontGone):
+            sys.stderr.write(f"minserve: error: {fault}\n")
+        sys.exit(fault.exit_code)
+    engine.leave(engine.main())
+
+
+if __name__ == "__main__":
+    main()
