@@ -8,6 +8,7 @@ from aiohttp import web
 
 from minserve import __version__
 from minserve import config as configuration
+from minserve.messages import Call, encode_body
 from minserve.server import metrics, openai
 from minserve.server.api_errors import bad_request, unavailable
 from minserve.server.bodies import BodyReader
@@ -17,6 +18,9 @@ from minserve.server.front import Front
 from minserve.server.generate import INLINE_BYTES
 from minserve.server.loaded_model import LoadedModel
 from minserve.server.prompts import render
+
+TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
+"""/tokenize takes texts of so many bytes, or of so many for each token of the context if that is more."""
 
 
 class AdminEndpoints:
@@ -89,6 +93,7 @@ class AdminEndpoints:
         def work(body: bytes | bytearray) -> dict[str, Any]:
             fields = decode_object(body)
             text, special = _text_to_tokenize(fields, model)
+            _check_size(text, model, "messages" if fields.has("messages") else "prompt")
             tokens = model.tokenizer.encode(text, special)
             strings = (
                 [model.tokenizer.token_text(token) for token in tokens] if fields.boolean("return_token_strs", False) else None
@@ -145,7 +150,16 @@ class AdminEndpoints:
         if exchange.request.body_exists:
             async with self._bodies.body(exchange.request) as body:
                 arguments = decode_object(body).values() if body.strip() else {}
+        _check_sendable(method, arguments)
         return exchange.json({"success": True, "ranks": await self._front.engines.call_all(method, arguments)})
+
+
+def _check_sendable(method: str, arguments: dict[str, Any]) -> None:
+    """Raises ApiError for what JSON can say and a message to an engine cannot: large integers, deep nesting, half characters."""
+    try:
+        encode_body(Call(0, method, arguments))
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise bad_request(f"The arguments cannot be passed on to an engine: {error}", "body") from None
 
 
 def _card(model: LoadedModel, name: str) -> dict[str, Any]:
@@ -166,3 +180,11 @@ def _text_to_tokenize(fields: Fields, model: LoadedModel) -> tuple[str, bool]:
     if prompt is None:
         raise bad_request("prompt or messages is required", "prompt")
     return prompt, fields.boolean("add_special_tokens", True)
+
+
+def _check_size(text: str, model: LoadedModel, param: str) -> None:
+    """Raises ApiError for a text whose tokens would fill the memory and, as one list, hold up every other request."""
+    limit = max(TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN * model.facts.context_length)
+    num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+    if num_bytes > limit:
+        raise bad_request(f"{param} has {num_bytes} bytes of text; {limit} can be tokenized at once", param)
