@@ -28,8 +28,8 @@ class PrefillPace:
         self._tokens = float(min(most, 4 * LEAST_TOKENS))
         self._decode_seconds: dict[int, float] = {}
         """By the binary length of the number of decode rows."""
-        self._least_ratio = 0.0
-        """What steps with the least piece took, in decode steps."""
+        self._least_ratio = 1.0
+        """What steps with the least piece take, in decode steps; one slow step alone is not believed."""
         self._mixed_in_a_row = 0
         self._measures = False
 
@@ -61,7 +61,9 @@ class PrefillPace:
     def _adjust(self, decode_seconds: float, num_tokens: int, seconds: float) -> None:
         """Aim at the tokens whose time, added to the decode rows', is what may be taken."""
         if num_tokens <= LEAST_TOKENS:
-            self._least_ratio = seconds / decode_seconds
+            before = self._least_ratio
+            took = seconds / decode_seconds
+            self._least_ratio = took if took < before else (before + min(took, 2 * before)) / 2
         else:
             self._least_ratio *= FORGET
         allowed = max(HEADROOM * self._ratio, BEYOND_LEAST * self._least_ratio if self._least_ratio > self._ratio else 0.0)

@@ -65,6 +65,15 @@ def test_where_any_prompt_costs_much_the_pieces_are_not_the_least() -> None:
     assert all(machine(tokens) <= 1.01 * BEYOND_LEAST * least for tokens in chosen[60:])
 
 
+def test_one_pause_of_the_machine_does_not_loosen_the_ratio() -> None:
+    pace = PrefillPace(2.0, MOST)
+    pace.measured(8, 0, 0.01)
+    pace.measured(8, 64, 5.0)
+    pace.measured(8, 16, 5.0)
+    chosen = run(lambda tokens: 0.01 + 1e-4 * tokens, 100, pace=pace)
+    assert all(1e-4 * tokens <= 0.01 for tokens in chosen)
+
+
 def test_a_slow_reader_still_gets_on() -> None:
     chosen = run(lambda tokens: 0.01 + 0.01 * tokens, 100)
     assert all(tokens == 0 or tokens >= LEAST_TOKENS for tokens in chosen)
