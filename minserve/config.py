@@ -56,6 +56,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     chunked_prefill_size: int = 2048
     """Most tokens of one step."""
+    prefill_step_ratio: float = 2.0
+    """A step that reads prompts beside decoding requests may take this many times what those alone take."""
     page_size: int = 64
     num_pages: int | None = None
     """KV pages, the dummy page not counted; None sizes them from memory."""
@@ -84,6 +86,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 _AT_LEAST = {
     "max_num_seqs": 1,
     "chunked_prefill_size": 1,
+    "prefill_step_ratio": 1,
     "page_size": 1,
     "max_queued_requests": 1,
     "front_workers": 1,

@@ -293,6 +293,7 @@ def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_mo
     return Limits(
         max_num_seqs=config.max_num_seqs,
         chunked_prefill_size=config.chunked_prefill_size,
+        prefill_step_ratio=config.prefill_step_ratio,
         page_size=config.page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
