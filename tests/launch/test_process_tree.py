@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -208,12 +209,24 @@ def test_a_signal_while_loading_leaves_in_order(model: str, log: Path, number: s
         assert "Traceback" not in server.log
 
 
+@contextlib.contextmanager
+def stopping(server: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Ends a server that was started by hand, in order if the test got so far."""
+    try:
+        yield server
+        server.terminate()
+        assert server.wait(15) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
 def test_closed_standard_streams_do_not_matter(model: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as finder:
         port = finder.getsockname()[1]
     shell = f"exec {sys.executable} -m minserve launch {model} --port {port} <&- >&- 2>&-"
-    server = subprocess.Popen(["sh", "-c", shell], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
+    with stopping(subprocess.Popen(["sh", "-c", shell], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})) as server:
         deadline = time.monotonic() + 90
         while True:
             assert server.poll() is None
@@ -229,20 +242,12 @@ def test_closed_standard_streams_do_not_matter(model: str, tmp_path: Path) -> No
             except OSError:
                 pass
             time.sleep(0.1)
-        server.terminate()
-        assert server.wait(15) == 0
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
 
 
 def test_a_reader_of_the_log_that_leaves_does_not_end_the_server(model: str) -> None:
     command = [sys.executable, "-m", "minserve", "launch", model, "--port", "0"]
-    server = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    try:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with stopping(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)) as server:
         assert server.stderr is not None
         port = 0
         while not port:
@@ -261,12 +266,6 @@ def test_a_reader_of_the_log_that_leaves_does_not_end_the_server(model: str) -> 
             status = connection.getresponse().status
             connection.close()
             time.sleep(0.05)
-        server.terminate()
-        assert server.wait(15) == 0
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
 
 
 def test_too_little_memory_to_load_torch_exits_5_with_a_sentence(tmp_path: Path) -> None:
