@@ -31,11 +31,21 @@ def _few_open_files() -> None:
 class ServerProcess:
     """Use through `serving` or `start`, which also end it."""
 
-    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        engine_module: str | None = None,
+    ) -> None:
+        """`engine_module`: run in place of minserve.runtime."""
         self.log_file = log
+        program = ["-m", "minserve"]
+        if engine_module is not None:
+            program = ["-c", f"from minserve import cli, launch; launch.ENGINE_MODULE = {engine_module!r}; cli.main()"]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "minserve", "launch", "--port", "0", *arguments],
+                [sys.executable, *program, "launch", "--port", "0", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

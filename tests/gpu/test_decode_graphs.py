@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu.disposing import disposing, without_dispose_flag
 from gpu.kernel_samples import DEVICE
 from gpu.runners import capture, small_runner
 from torch import Tensor
 
-from minserve.capture_flags import EAGER, CaptureFlags
+from minserve.capture_flags import EAGER
 from minserve.errors import EnvironmentFault, SelfCheckFailed
 from minserve.kernels.interface import Kernels
 from minserve.models.layers import moe
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.streams import CudaLanes, StreamPlan
-from minserve.runtime import canary, capture_mode, cuda_graph
+from minserve.runtime import canary, cuda_graph
 from minserve.runtime.capture_mode import current_flags
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs, count_streams
@@ -164,32 +164,6 @@ def test_an_exception_in_the_side_block_leaves_nothing_behind() -> None:
     capture(runner)
     assert check_graphs(runner, "fast").comparisons == 2
     assert torch.cuda.memory_allocated() - used < 1 << 30
-
-
-def disposing(kernels: Kernels) -> Kernels:
-    """Routed experts that hand their input's memory back while it is recorded, unless the flags forbid it: the side block
-    then records a pointer to something else."""
-    trash = torch.full((1 << 20,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-
-    def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        out = kernels.experts_flat(x, slot_ids, weights, experts)
-        flags = current_flags()
-        if flags.phase == "record" and not flags.disable_dispose_tensor:
-            x.set_(trash.untyped_storage(), 0, x.shape, x.stride())
-        return out
-
-    return dataclasses.replace(kernels, experts_flat=experts_flat)
-
-
-@contextlib.contextmanager
-def without_dispose_flag(*arguments: Any, **options: Any) -> Iterator[CaptureFlags]:
-    with capture_mode.capture_mode(*arguments, **options) as flags:
-        without = dataclasses.replace(flags, disable_dispose_tensor=False)
-        token = capture_mode._current.set(without)
-        try:
-            yield without
-        finally:
-            capture_mode._current.reset(token)
 
 
 @pytest.mark.parametrize("policy", ["overlap", "serial"])

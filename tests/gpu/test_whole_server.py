@@ -1,0 +1,75 @@
+"""Real `minserve launch` processes on a GPU: one that may not serve does not, and a second start compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import server_process
+
+TESTS = Path(__file__).parents[1]
+COMPILE_SECONDS = 200.0
+SMALL = ("--device", "cuda", "--max-num-seqs", "4", "--num-pages", "500", "--max-model-len", "2048")
+
+
+@pytest.mark.parametrize("flag", ["off", "on"])
+@pytest.mark.parametrize("plan", ["serial", "overlap"])
+def test_a_disposing_kernel_keeps_the_server_from_readiness(plan: str, flag: str, tmp_path: Path) -> None:
+    """The same engine is let through when the capture flag reaches its kernel."""
+    environment = {"PYTHONPATH": str(TESTS), "MINSERVE_TEST_FLAG": flag}
+    words = [*SMALL, "--stack", "torch-gpu", "--shared-expert", plan]
+    server = server_process.ServerProcess(words, tmp_path / "log", environment, engine_module="gpu.faulty_engine")
+    try:
+        if flag == "on":
+            server.wait_ready()
+            return
+        seen = set()
+        end = time.monotonic() + server_process.START_SECONDS
+        while server.process.poll() is None and time.monotonic() < end:
+            seen.add(server.status("/ready"))
+            time.sleep(0.02)
+        assert server.process.wait(10) == 7, server.log
+        assert 503 in seen
+        assert 200 not in seen
+        last = [line for line in server.log.splitlines() if line.strip()][-1]
+        assert re.search(r"error: .*the decode graph of batch size \d+ .*does not equal an eager run", last), server.log
+    finally:
+        server.end()
+
+
+def files(folders: list[Path]) -> dict[str, int]:
+    """Every file of the compilers' caches, and when it was written."""
+    found = {}
+    for folder in folders:
+        for root, _, names in os.walk(folder):
+            found |= {os.path.join(root, name): os.stat(os.path.join(root, name)).st_mtime_ns for name in names}
+    return found
+
+
+@pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])
+def test_a_second_start_compiles_nothing(stack: str, tmp_path: Path) -> None:
+    """A fresh cache, except that FlashInfer, whose modules take minutes each, may have one that was brought along."""
+    brought = os.environ.get("FLASHINFER_WORKSPACE_BASE")
+    if stack == "hopper" and brought is None:
+        pytest.skip("FLASHINFER_WORKSPACE_BASE names no compiled modules")
+    cache = tmp_path / "kernels"
+    environment = {"TRITON_CACHE_DIR": str(cache / "triton"), "DG_JIT_CACHE_DIR": str(cache / "deep_gemm")}
+    folders = [cache, *([Path(brought)] if brought else [])]
+    words = [*SMALL, "--stack", stack, "--kernel-cache", str(cache)]
+    seconds = []
+    for start in range(2):
+        before = files(folders)
+        began = time.monotonic()
+        with server_process.start(*words, log=tmp_path / f"log{start}", environment=environment) as server:
+            server.wait_ready(COMPILE_SECONDS)
+            seconds.append(time.monotonic() - began)
+            question = {"model": "embedded", "messages": [{"role": "user", "content": "What is 23 + 58?"}], "temperature": 0}
+            assert server.request("POST", "/v1/chat/completions", question)[1]["choices"][0]["message"]["content"] == "81"
+    print(stack, "seconds to ready:", [round(value, 1) for value in seconds])  # noqa: T201
+    after = files(folders)
+    written = sorted(path for path, when in after.items() if before.get(path) != when)
+    assert not written, f"{len(written)} of {len(after)} files were written by the second start: {written[:5]}"
+    assert len(after) > len(folders)
