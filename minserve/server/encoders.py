@@ -166,6 +166,24 @@ class TiktokenEncoder:
         return []
 
 
+class NumberEncoder:
+    """For random weights that come without a tokenizer: a token's text is its id, and a text may hold nothing but ids."""
+
+    bytes_per_token = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.added_tokens: dict[str, int] = {}
+        self.pieces = TokenPieces("bytes", tuple(b"%d " % token_id for token_id in range(vocab_size)), frozenset())
+
+    def encode(self, text: str) -> list[int]:
+        """Words that are no id count for nothing."""
+        numbers = [int(word) for word in text.split() if word.isascii() and word.isdecimal()]
+        return [number for number in numbers if number < len(self.pieces.pieces)]
+
+    def leading_ids(self) -> list[int]:
+        return []
+
+
 def read_file(path: Path) -> bytes:
     """A file of the checkpoint. Raises CheckpointError when it cannot be read."""
     try:

@@ -53,7 +53,8 @@ class Front:
         """Raises CheckpointError or UsageError."""
         config = self.config
         directory = configuration.model_directory(config)
-        return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template))
+        dummy = config.load_format == "dummy"
+        return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template, dummy=dummy))
 
     def become_ready(self, tokenizer: Tokenizer, ranks: list[Ready]) -> LoadedModel:
         """From now on requests are served. Raises CheckpointError for a tokenizer that is not this model's."""

@@ -15,7 +15,7 @@ from minserve.errors import CheckpointError, UsageError
 from minserve.messages import Vocabulary
 from minserve.server.chat_template import ChatTemplate
 from minserve.server.detokenizer import Detokenizer, TextStream
-from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, TiktokenEncoder, read_file
+from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, NumberEncoder, TiktokenEncoder, read_file
 from minserve.server.token_pieces import TokenPieces
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,7 +45,12 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-_Section = TypeVar("_Section", _TokenizerConfig, _GenerationConfig)
+class _ModelConfig(msgspec.Struct):
+    vocab_size: int | None = None
+    text_config: _ModelConfig | None = None
+
+
+_Section = TypeVar("_Section", _TokenizerConfig, _GenerationConfig, _ModelConfig)
 
 
 class Tokenizer:
@@ -74,10 +79,13 @@ class Tokenizer:
             self._leading_ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
 
     @classmethod
-    def load(cls, model_dir: Path, tokenizer_dir: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    def load(
+        cls, model_dir: Path, tokenizer_dir: str | None = None, chat_template: str | None = None, *, dummy: bool = False
+    ) -> Tokenizer:
         """Reads tokenizer.json or tiktoken.model, the configs and the template beside it.
 
-        `tokenizer_dir` replaces `model_dir` for all but generation_config.json; `chat_template` is a file's path.
+        `tokenizer_dir` replaces `model_dir` for all but generation_config.json; `chat_template` is a file's path. A `dummy`
+        model needs no tokenizer: without one, token ids are written as numbers.
         Raises CheckpointError for missing or damaged files, UsageError for a wrong `tokenizer_dir` or `chat_template`.
         """
         directory = model_dir if tokenizer_dir is None else Path(tokenizer_dir)
@@ -88,7 +96,7 @@ class Tokenizer:
         named = {name: getattr(config, name) for name in _NAMED_TOKENS}
         eos = generation.eos_token_id
         return cls(
-            _encoder(directory, config.added_tokens_decoder),
+            _encoder(directory, config.added_tokens_decoder, dummy=dummy),
             special_tokens={name: t if isinstance(t, str) else t.content for name, t in named.items() if t is not None},
             add_bos=config.add_bos_token,
             extra_eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
@@ -209,11 +217,15 @@ def _without_surrogates(text: str) -> str:
     return text
 
 
-def _encoder(directory: Path, added_tokens: Mapping[int, AddedToken]) -> Encoder:
+def _encoder(directory: Path, added_tokens: Mapping[int, AddedToken], *, dummy: bool) -> Encoder:
     if (path := directory / "tokenizer.json").is_file():
         return JsonEncoder(path, added_tokens)
     if (path := directory / "tiktoken.model").is_file():
         return TiktokenEncoder(path, added_tokens)
+    sizes = _read(directory / "config.json", _ModelConfig)
+    vocab_size = sizes.vocab_size or (sizes.text_config and sizes.text_config.vocab_size)
+    if dummy and vocab_size:
+        return NumberEncoder(vocab_size)
     raise CheckpointError(f"{directory}: neither tokenizer.json nor tiktoken.model is there")
 
 

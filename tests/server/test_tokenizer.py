@@ -64,6 +64,15 @@ def test_tokens_that_only_the_config_lists_are_added(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_random_weights_without_a_tokenizer_speak_in_numbers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 300}}))
+    with pytest.raises(CheckpointError, match="neither"):
+        Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path, dummy=True)
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.encode(tokenizer.decode([7, 299, 0]) + "not 300 ") == [7, 299, 0]
+
+
 # BOS and EOS
 
 
