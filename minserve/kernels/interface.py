@@ -102,6 +102,8 @@ class RouterConfig:
     """Divide the chosen weights by their sum."""
     scale: float = 1.0
     """routed_scaling_factor as the family applies it; always folded into the weights here, exactly once."""
+    always_on: int = 0
+    """Slots behind the E routed experts' that every token takes as well, with weight 1: a shared expert's."""
 
 
 def _nothing_to_forget() -> None:
@@ -125,7 +127,8 @@ class Kernels:
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
     """(x [..., K], weight, bias [N] or None) -> [..., N]"""
     route: Callable[[Tensor, Tensor | None, RouterConfig], tuple[Tensor, Tensor]]
-    """(logits fp32 [T, E], correction_bias fp32 [E] or None, config) -> (topk_ids int32 [T, k], topk_weights fp32 [T, k])"""
+    """(logits fp32 [T, E], correction_bias fp32 [E] or None, config) -> (topk_ids int32 [T, k], topk_weights fp32 [T, k]); k:
+    top_k, then the always-on slots E, E + 1, ..."""
     experts_flat: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
     """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed."""
     experts_masked: Callable[[Tensor, Tensor, ExpertWeights], Tensor]

@@ -84,7 +84,7 @@ def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) 
     """Expert ids int32 [T, k] and weights fp32 [T, k], best choice first; equal choices go to the lower id.
 
     The bias (DeepSeek-V3's noaux_tc) steers the choice and never the weight. Experts outside the kept groups score -inf, so
-    that a kept expert wins whatever its sign. `config.scale` is applied here and nowhere else.
+    that a kept expert wins whatever its sign. `config.scale` is applied here and nowhere else. The always-on slots come last.
     """
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
@@ -97,7 +97,9 @@ def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) 
     weights = scores.gather(-1, ids)
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.to(torch.int32), weights * config.scale
+    always_on = torch.arange(config.always_on, device=ids.device).expand(*ids.shape[:-1], -1)
+    ids = torch.cat((ids, logits.shape[-1] + always_on), dim=-1)
+    return ids.to(torch.int32), torch.cat((weights * config.scale, torch.ones_like(always_on, dtype=weights.dtype)), dim=-1)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:

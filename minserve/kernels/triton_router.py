@@ -33,6 +33,7 @@ def _route_kernel(
     softmax: tl.constexpr,
     biased: tl.constexpr,
     normalize: tl.constexpr,
+    always_on: tl.constexpr,
     block_groups: tl.constexpr,
     block_size: tl.constexpr,
     block_k: tl.constexpr,
@@ -78,18 +79,23 @@ def _route_kernel(
         choice = tl.where(expert == pick, nothing, choice)
     if normalize:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
-    tl.store(ids + token * top_k + slot, chosen, mask=slot < top_k)
-    tl.store(weights + token * top_k + slot, chosen_scores * scale, mask=slot < top_k)
+    chosen = tl.where(slot < top_k, chosen, nobody + slot - top_k)
+    chosen_scores = tl.where(slot < top_k, chosen_scores * scale, 1.0)
+    column = token * (top_k + always_on) + slot
+    tl.store(ids + column, chosen, mask=slot < top_k + always_on)
+    tl.store(weights + column, chosen_scores, mask=slot < top_k + always_on)
 
 
 def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [T, E] to (ids int32 [T, k], weights fp32 [T, k]), best first, equal choices to the lower id.
+    """Logits fp32 [T, E] to (ids int32 [T, k], weights fp32 [T, k]), best first, equal choices to the lower id, then the
+    always-on slots.
 
     A row of NaN, as padding may be, still gets valid and distinct ids.
     """
     tokens, experts = logits.shape
-    ids = torch.empty(tokens, config.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, config.top_k, dtype=torch.float32, device=logits.device)
+    columns = config.top_k + config.always_on
+    ids = torch.empty(tokens, columns, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, columns, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return ids, weights
     groups = config.num_groups if config.group_score != "none" else 1
@@ -108,9 +114,10 @@ def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) 
         softmax=config.scoring == "softmax",
         biased=correction_bias is not None,
         normalize=config.normalize,
+        always_on=config.always_on,
         block_groups=triton.next_power_of_2(groups),
         block_size=triton.next_power_of_2(group_size),
-        block_k=triton.next_power_of_2(config.top_k),
+        block_k=triton.next_power_of_2(columns),
         num_warps=1 if experts <= 256 else 4,
     )
     return ids, weights

@@ -66,6 +66,8 @@ ROUTERS = {
     "kimi-k2": (384, RouterConfig(8, "sigmoid", normalize=True, scale=2.827)),
     "deepseek-v3": (256, RouterConfig(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)),
     "deepseek-v2": (160, RouterConfig(6, "softmax", 8, 3, "max", False, 16.0)),
+    "moonlight, shared expert fused": (64, RouterConfig(6, "sigmoid", normalize=True, scale=2.446, always_on=2)),
+    "deepseek-v3, shared expert fused": (256, RouterConfig(8, "sigmoid", 8, 4, "top2_sum", True, 2.5, 1)),
     "tiny": (24, RouterConfig(3, "sigmoid", 3, 1, "top2_sum", True, 2.5)),
 }
 
@@ -88,7 +90,11 @@ def test_router_chooses_as_the_reference(kernels: Kernels, name: str) -> None:
 def test_router_gives_valid_ids_for_rows_of_nan(kernels: Kernels, name: str) -> None:
     experts, config = ROUTERS[name]
     ids, _ = kernels.route(torch.full((3, experts), float("nan"), device=DEVICE), None, config)
-    assert all(min(row) >= 0 and max(row) < experts and len(set(row)) == config.top_k for row in ids.tolist())
+    always_on = list(range(experts, experts + config.always_on))
+    for row in ids.tolist():
+        chosen = row[: config.top_k]
+        assert min(chosen) >= 0 and max(chosen) < experts and len(set(chosen)) == config.top_k
+        assert row[config.top_k :] == always_on
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
