@@ -1,0 +1,64 @@
+"""How our Triton kernels follow one another on a stream: programmatic dependent launch, and the last program of a group.
+
+The rules that make an early start safe: every program of a kernel launched with `dependent_launch` calls `follow` before it
+touches anything but weights, early returns included, and calls `lead` at any time. A kernel then starts while its
+predecessor drains, and its loads of weights overlap with it. Knows no kernel.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def _supported(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that has a `dependent` parameter: both on where the GPU knows the launch attribute."""
+    if device.type != "cuda":
+        return {"dependent": False}
+    on = _supported(device.index or 0)
+    return {"dependent": on, "launch_pdl": on}
+
+
+@triton.jit
+def follow(dependent: tl.constexpr):
+    """Waits until the kernel before this one has ended and its writes are visible."""
+    if dependent:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def lead(dependent: tl.constexpr):
+    """Lets the next kernel's programs start once all of this kernel's programs have said so or ended."""
+    if dependent:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(pointers):
+    """Asks for the 128-byte lines at these addresses to be brought to the second-level cache, and waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def is_last(arrivals, group, size):
+    """Whether this program is the last of its group's `size` to come here; it then sees all that the others stored before.
+
+    `arrivals` int32, zero for each group before the first launch, is zero again after. What others stored has to be loaded
+    past the first-level cache (cache_modifier=".cg").
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu") == size - 1
+    if last:
+        tl.store(arrivals + group, 0)
+    return last
