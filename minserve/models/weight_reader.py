@@ -1,7 +1,8 @@
 """Moves proven byte ranges from checkpoint files into parameter views, widening where asked. Decides nothing about names.
 
 Positioned reads, not mappings: a file that shrinks meanwhile is a short read and a clear error, where a mapping would give zeros
-or kill the process. Host memory is bounded by one staging buffer a thread.
+or kill the process. A CPU's parameters are read in place. A GPU's are read into pinned buffers, each copied on a stream of its
+own while the next is read, and widened over there. Host memory is bounded by the staging buffers: one a thread, two for a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,9 @@ from minserve.models.formats import BLOCK, Format, blocks
 from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 PIECE_BYTES = 16 << 20
-"""Tensors are read in row ranges of about this size: unit of parallelism, of progress and of staging memory."""
+"""Tensors are read in row ranges of about this size, or several in one go: unit of parallelism, progress and staging memory."""
+_ALIGNMENT = 16
+"""Of values in a staging buffer."""
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -55,18 +58,53 @@ class _Piece:
     first: int
     last: int
 
+    def reads(self) -> Iterator[tuple[StoredTensor, int, int]]:
+        """What to read for it: the tensor, then its scales, each with its rows."""
+        yield self.transfer.tensor, self.first, self.last
+        for scale in self.transfer.scales:
+            if self.transfer.widen_from == "fp8_block":
+                yield scale, self.first // BLOCK, blocks(self.last)
+            elif len(scale.shape) == 2:
+                yield scale, self.first, self.last
+            else:
+                yield scale, 0, 1
+
+
+class _Staging:
+    """Host memory that a read goes into, and the stream that copies it to a GPU; None for a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # the parameters' memory may still be in use there
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def wait(self) -> None:
+        """Until all that was copied from here has arrived."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def clear(self, num_bytes: int) -> None:
+        """Room for this much, once what was here before is copied."""
+        self.wait()
+        self._used = 0
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=self.stream is not None)
+
+    def take(self, num_bytes: int) -> Tensor:
+        taken = self._buffer[self._used : self._used + num_bytes]
+        self._used += _aligned(num_bytes)
+        return taken
+
 
 class WeightReader:
-    """Open files and staging buffers of one load. A context manager; not to be used after it is closed."""
+    """The open files of one load. A context manager; not to be used after it is closed."""
 
     def __init__(self, files: Iterable[Path], threads: int | None = None) -> None:
         self._threads = threads or min(8, max(2, os.cpu_count() or 1))
         self._open_files = contextlib.ExitStack()
         self._descriptors = {}
-        # On a GPU these become pinned buffers, returned to the queue once their copy's event has passed.
-        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(self._threads):
-            self._staging.put(torch.empty(0, dtype=torch.uint8))
         try:
             for path in files:
                 descriptor = _opened(path)
@@ -82,66 +120,73 @@ class WeightReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open_files.close()
 
-    def run(self, transfers: Iterable[Transfer], on_bytes: Callable[[int], None]) -> None:
-        """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land."""
+    def run(self, transfers: Sequence[Transfer], on_bytes: Callable[[int], None]) -> None:
+        """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are under
+        way; all have landed at the end). The targets are on one device."""
+        device = transfers[0].target.device if transfers else torch.device("cpu")
+        stagings = [_Staging(device) for _ in range(self._threads * (2 if device.type == "cuda" else 1))]
+        idle: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
+        for staging in stagings:
+            idle.put(staging)
+
+        def carry_out(pieces: list[_Piece]) -> int:
+            staging = idle.get()
+            try:
+                return self._carry_out(pieces, staging)
+            finally:
+                idle.put(staging)
+
         pieces = sorted(
             _pieces(transfers), key=lambda piece: (piece.transfer.tensor.file, piece.transfer.tensor.begin, piece.first)
         )
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="weights")
         try:
-            for count in pool.map(self._carry_out, pieces):
+            for count in pool.map(carry_out, _goes(pieces)):
                 on_bytes(count)
         finally:
             # After an error the files are closed next, so no worker may be left reading.
             pool.shutdown(wait=True, cancel_futures=True)
+            for staging in stagings:
+                staging.wait()
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
-        shape = tensor.shape or (1,)
-        last = shape[0] if last is None else last
+        last = (tensor.shape or (1,))[0] if last is None else last
         held = torch.empty((last - first) * _row_bytes(tensor), dtype=torch.uint8)
         self._read(tensor, first, held)
-        return held.view(TORCH_DTYPES[tensor.dtype]).view(last - first, *shape[1:])
+        return _typed(held, tensor)
 
     @torch.inference_mode()
-    def _carry_out(self, piece: _Piece) -> int:
-        tensor, widened = piece.transfer.tensor, bool(piece.transfer.scales)
-        target = piece.transfer.target.detach()
+    def _carry_out(self, pieces: list[_Piece], staging: _Staging) -> int:
+        staging.clear(sum(map(_staged_bytes, pieces)))
+        with contextlib.nullcontext() if staging.stream is None else torch.cuda.stream(staging.stream):
+            return sum(self._place(piece, staging) for piece in pieces)
+
+    def _place(self, piece: _Piece, staging: _Staging) -> int:
+        """Bytes read for the piece, each counted in one piece of its transfer."""
+        tensor, target = piece.transfer.tensor, piece.transfer.target.detach()
         target = (target if tensor.shape else target.reshape(1))[piece.first : piece.last]
         dtype = TORCH_DTYPES[tensor.dtype]
-        count = (piece.last - piece.first) * _row_bytes(tensor)
-        if not widened and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            self._read(tensor, piece.first, target.view(-1).view(torch.uint8))
-            return count
-        staging = self._staging.get()
-        try:
-            if staging.numel() < count:
-                staging = torch.empty(count, dtype=torch.uint8)
-            held = staging[:count]
-            self._read(tensor, piece.first, held)
-            values = held.view(dtype).view(target.shape[:1] + tensor.shape[1:])
-            if widened:
-                values, more = self._widened(piece, values)
-                count += more
-            target.copy_(values)
-            if target.dtype == torch.float16 and dtype != torch.float16:
-                _prove_in_range(tensor, target)
-        finally:
-            self._staging.put(staging)
+        if not piece.transfer.scales and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+            landed = target.view(-1).view(torch.uint8)
+            self._read(tensor, piece.first, landed)
+            return landed.numel()
+        count, stored = 0, []
+        for source, first, last in piece.reads():
+            held = staging.take((last - first) * _row_bytes(source))
+            self._read(source, first, held)
+            stored.append(_typed(held, source))
+            repeated = piece.first and not first  # the one number of a whole tensor, which every piece reads
+            count += 0 if repeated else held.numel()
+        values = stored[0].view(target.shape[:1] + tensor.shape[1:])
+        if piece.transfer.scales:
+            values = _widened(piece.transfer.widen_from, [part.to(target.device, non_blocking=True) for part in stored])
+        elif values.dtype != target.dtype:
+            values = values.to(target.device, non_blocking=True)  # cast over there
+        target.copy_(values, non_blocking=True)
+        if target.dtype == torch.float16 and dtype != torch.float16:
+            _prove_in_range(tensor, target)
         return count
-
-    def _widened(self, piece: _Piece, values: Tensor) -> tuple[Tensor, int]:
-        """The piece's rows in fp32 [n, K], and how many bytes of scales were read for them."""
-        scale, *others = piece.transfer.scales
-        if piece.transfer.widen_from == "fp8_block":
-            factors = self.rows(scale, piece.first // BLOCK, blocks(piece.last))
-            return widen(values, factors, torch.float32), factors.nbytes
-        factors = self.rows(scale, piece.first, piece.last)
-        if piece.transfer.widen_from == "int4_group":
-            return widen_int4(values, factors, torch.float32), factors.nbytes
-        scalar = self.rows(others[0])
-        once = 0 if piece.first else scalar.nbytes  # every piece reads it, one counts it
-        return widen_nvfp4(values, factors, scalar, torch.float32), factors.nbytes + once
 
     def _read(self, tensor: StoredTensor, first_row: int, into: Tensor) -> None:
         view = memoryview(into.numpy().data)
@@ -168,6 +213,44 @@ def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
             step = max(BLOCK, step // 8 // BLOCK * BLOCK)
         for first in range(0, shape[0], step):
             yield _Piece(transfer, first, min(first + step, shape[0]))
+
+
+def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces in runs of about PIECE_BYTES: what one thread does in one go."""
+    go: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        more = _staged_bytes(piece)
+        if go and size + more > PIECE_BYTES:
+            yield go
+            go, size = [], 0
+        go.append(piece)
+        size += more
+    if go:
+        yield go
+
+
+def _staged_bytes(piece: _Piece) -> int:
+    return sum(_aligned((last - first) * _row_bytes(tensor)) for tensor, first, last in piece.reads())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _typed(held: Tensor, tensor: StoredTensor) -> Tensor:
+    """Bytes as rows of the stored type."""
+    return held.view(TORCH_DTYPES[tensor.dtype]).view(-1, *tensor.shape[1:])
+
+
+def _widened(kind: Format, stored: list[Tensor]) -> Tensor:
+    """The rows in fp32 [n, K]."""
+    values, scale, *others = stored
+    if kind == "fp8_block":
+        return widen(values, scale, torch.float32)
+    if kind == "int4_group":
+        return widen_int4(values, scale, torch.float32)
+    return widen_nvfp4(values, scale, others[0], torch.float32)
 
 
 def _row_bytes(tensor: StoredTensor) -> int:

@@ -1,0 +1,267 @@
+"""Measures how fast a checkpoint of Qwen3-MoE's form gets from the page cache into a model, and what host memory that takes.
+
+Beside it, on the same files: `safetensors.torch.load_file` per shard, a plain copy from pinned memory, and plain reads. Every
+measurement runs in a process of its own. Last line JSON. Run it on a GPU machine: `python -m tools.load_throughput`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from minserve.kernels import stacks
+from minserve.models.model_config import load_model_config
+from minserve.models.registry import build_model
+from minserve.models.weights import load_weights, open_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16", "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 151936,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+PERIOD = 33_554_467
+"""Random values that the files repeat: a prime, so that no two matrices are alike and a mix-up shows."""
+SHARD_BYTES = 4e9
+READ_BYTES = 16 << 20
+READ_THREADS = 8
+KINDS = ("minserve", "load_file", "pinned copy")
+
+
+def tensor_shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"]
+    queries, keys = (CONFIG[heads] * CONFIG["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    yield "model.embed_tokens.weight", (CONFIG["vocab_size"], hidden)
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", (hidden,)
+        attention: dict[str, tuple[int, ...]] = {
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+        }
+        attention |= dict.fromkeys(("q_norm", "k_norm"), (CONFIG["head_dim"],))
+        yield from ((f"{prefix}.self_attn.{part}.weight", shape) for part, shape in attention.items())
+        yield f"{prefix}.mlp.gate.weight", (CONFIG["num_experts"], hidden)
+        for expert in range(CONFIG["num_experts"]):
+            for part, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+                yield f"{prefix}.mlp.experts.{expert}.{part}_proj.weight", shape
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (CONFIG["vocab_size"], hidden)
+
+
+def write_checkpoint(directory: Path, num_bytes: float) -> int:
+    """A checkpoint of at least this size, of random values; its size."""
+    num_layers, total, shapes = 0, 0, {}
+    while total < num_bytes:
+        num_layers += 1
+        shapes = dict(tensor_shapes(num_layers))
+        total = sum(map(_num_bytes, shapes.values()))
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in shapes.items():
+        if sum(map(_num_bytes, shards[-1].values())) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = shape
+    directory.mkdir(parents=True, exist_ok=True)
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    values = torch.randn(PERIOD, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().view(torch.uint8).numpy().data
+    with ThreadPoolExecutor(len(shards)) as pool:
+        list(pool.map(lambda name, shard: _write_shard(directory / name, shard, memoryview(values)), names, shards))
+    index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    body = {"metadata": {"total_size": total}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(body))
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
+    return total
+
+
+def _num_bytes(shape: tuple[int, ...]) -> int:
+    return 2 * torch.Size(shape).numel()
+
+
+def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], values: memoryview) -> None:
+    header, end = {}, 0
+    for name in sorted(shapes):
+        begin, end = end, end + _num_bytes(shapes[name])
+        header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        place = int(path.name[6:11]) * 7_000_002 % len(values)
+        while end:
+            written = file.write(values[place : min(place + end, len(values))])
+            place, end = (place + written) % len(values), end - written
+
+
+def read_all(files: Sequence[Path]) -> float:
+    """GB/s of plain reads by several threads: they also bring the files into the page cache."""
+
+    def read(place: tuple[Path, int]) -> int:
+        with place[0].open("rb", buffering=0) as file:
+            file.seek(place[1])
+            return file.readinto(buffers.setdefault(threading.get_ident(), bytearray(READ_BYTES)))
+
+    buffers: dict[int, bytearray] = {}
+    places = [(file, begin) for file in files for begin in range(0, file.stat().st_size, READ_BYTES)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        total = sum(pool.map(read, places))
+    return total / 1e9 / (time.perf_counter() - began)
+
+
+class HostMemory:
+    """Follows the anonymous memory of this process in a thread; pinned memory is asked of its allocator."""
+
+    def __init__(self) -> None:
+        self.peak = self.start = anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def end(self, device: torch.device) -> dict[str, float]:
+        """GB above the start: anonymous at the peak, pinned at the peak."""
+        self._stop.set()
+        self._thread.join()
+        pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"] if device.type == "cuda" else 0
+        return {"anonymous_gb": (max(self.peak, anonymous_bytes()) - self.start) / 1e9, "pinned_gb": pinned / 1e9}
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+
+def time_minserve(directory: Path, device: torch.device, threads: int | None) -> dict[str, float]:
+    """From the first look at the directory to the last byte's arrival, proofs included; the values are compared afterwards."""
+    memory = HostMemory()
+    config = load_model_config(directory)
+    kernels = stacks.build("torch-gpu" if device.type == "cuda" else "cpu", device)
+    model = build_model(config, open_checkpoint(directory).formats, kernels, torch.bfloat16, device)
+    _synchronize(device)
+    began = time.perf_counter()
+    checkpoint = open_checkpoint(directory)
+    opened = time.perf_counter() - began
+    report = load_weights(model, checkpoint, threads=threads)
+    _synchronize(device)
+    seconds = time.perf_counter() - began
+    result = {"seconds": seconds, "open_seconds": opened, "bytes": report.bytes_read, **memory.end(device)}
+    targets = {destination.name: destination.target for destination in model.destinations()}
+    for file in checkpoint.files:
+        for name, stored in load_file(file, device=str(device)).items():
+            if not torch.equal(targets.pop(name), stored):
+                raise RuntimeError(f"{name} is not what the file says")
+    if targets:
+        raise RuntimeError(f"{len(targets)} tensors are in no file")
+    return result
+
+
+def time_load_file(directory: Path, device: torch.device, _threads: int | None) -> dict[str, float]:
+    memory, total = HostMemory(), 0
+    torch.empty(1, device=device)
+    _synchronize(device)
+    began = time.perf_counter()
+    for file in sorted(directory.glob("*.safetensors")):
+        total += sum(tensor.nbytes for tensor in load_file(file, device=str(device)).values())
+        _synchronize(device)
+    return {"seconds": time.perf_counter() - began, "bytes": total, **memory.end(device)}
+
+
+def time_pinned_copy(_directory: Path, device: torch.device, _threads: int | None) -> dict[str, float]:
+    size, rounds = 1 << 30, 8
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").random_()
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    target.copy_(source)
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(rounds):
+        target.copy_(source, non_blocking=True)
+    _synchronize(device)
+    return {"seconds": time.perf_counter() - began, "bytes": size * rounds}
+
+
+TIMED: dict[str, Callable[[Path, torch.device, int | None], dict[str, float]]] = dict(
+    zip(KINDS, (time_minserve, time_load_file, time_pinned_copy), strict=True)
+)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_child(kind: str, directory: Path, options: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "tools.load_throughput", "--directory", str(directory), "--device", options.device]
+    command += ["--one", kind, *(["--threads", str(options.threads)] if options.threads else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result | {"gb_per_second": result["bytes"] / 1e9 / result["seconds"]}
+
+
+def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    files = sorted(directory.glob("*.safetensors"))
+    read_all(files)
+    results: dict[str, Any] = {"plain reads": [{"gb_per_second": read_all(files)} for _ in range(options.repeat)]}
+    for kind in KINDS * options.repeat:
+        results.setdefault(kind, []).append(in_child(kind, directory, options))
+    say = sys.stdout.write
+    say(f"{'':14}{'GB/s, median':>14}{'all':>22}{'anonymous':>12}{'pinned, GB':>12}\n")
+    for kind, runs in results.items():
+        speeds = [run["gb_per_second"] for run in runs]
+        memory = [max(run.get(part, 0.0) for run in runs) for part in ("anonymous_gb", "pinned_gb")]
+        spread = " ".join(f"{speed:.1f}" for speed in speeds)
+        say(f"{kind:14}{statistics.median(speeds):14.1f}{spread:>22}{memory[0]:12.2f}{memory[1]:12.2f}\n")
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.load_throughput", description=__doc__)
+    parser.add_argument("--gb", type=float, default=20.0, help="size of the checkpoint that is made")
+    parser.add_argument("--directory", type=Path, help="where to make it and leave it; an existing one is used as it is")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="of minserve's reader; default: as it chooses itself")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        result = TIMED[options.one](options.directory, torch.device(options.device), options.threads)
+        sys.stdout.write(json.dumps(result))
+        return 0
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="minserve-load-"))
+    try:
+        if not (directory / "config.json").exists():
+            began = time.perf_counter()
+            total = write_checkpoint(directory, options.gb * 1e9)
+            sys.stdout.write(f"{total / 1e9:.1f} GB written to {directory} in {time.perf_counter() - began:.1f} s\n")
+        results = measure(directory, options)
+    finally:
+        if options.directory is None:
+            shutil.rmtree(directory)
+    sys.stdout.write(json.dumps(results | {"cores": os.cpu_count(), "torch": torch.__version__}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
