@@ -17,6 +17,7 @@ from torch import Tensor
 from minserve.kernels import triton_experts, triton_linear
 from minserve.kernels.interface import ExpertWeights, LinearWeight
 from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
+from minserve.kernels.triton_masked import masked_rows
 
 BLOCK_ROWS = 128
 """Most rows of one block. A contiguous block belongs to one expert. A masked one is stored whole, over the next expert's rows
@@ -121,22 +122,21 @@ class DeepGemmProducts:
         y = self._product(moved, experts.w2, experts.w2_scale, place, expected)
         return combine(y, place.destinations, weights, direct=False)
 
-    def experts_masked(self, x: Tensor, counts: Tensor, experts: ExpertWeights) -> Tensor:
+    def experts_masked(self, x: Tensor, counts: Tensor, experts: ExpertWeights, scale: Tensor | None = None) -> Tensor:
         """x [E, M, H], of which the first counts[e] rows are real, through expert e: [E, M, H]; other rows are unspecified.
 
-        M should be a multiple of 128: other sizes go to Triton.
+        M should be a multiple of 128: other sizes go to Triton. FP8 rows come with their scales fp32 [E, M, H / 128], rows
+        fastest; only FP8 experts take them, at such an M.
         """
         num_experts, capacity, width = x.shape
-        flat = x.reshape(num_experts * capacity, width)
-        if capacity % BLOCK_ROWS or not _fits(x, experts):
+        fp8 = experts.w13_scale is not None
+        if scale is None and (capacity % BLOCK_ROWS or not _fits(x, experts)):
             return triton_experts.experts_masked(x, counts, experts)
         place = Placement(counts, counts, num_experts * capacity, None)
-        fp8, expected = experts.w13_scale is not None, min(capacity, 32)
-        moved: tuple[Tensor, Tensor | None] = (flat, None)
-        if fp8:
-            moved = move_rows(flat, place.num_rows, mapping="counted", where=counts, groups=num_experts, quantize=True)
-        hidden = self._product(moved, experts.w13, experts.w13_scale, place, expected)
-        moved = move_rows(hidden, place.num_rows, mapping="counted", where=counts, groups=num_experts, gated=True, quantize=fp8)
+        expected = min(capacity, 32)
+        quantised, scale = masked_rows(x, counts, quantize=True) if fp8 and scale is None else (x, scale)
+        hidden = self._product((quantised, scale), experts.w13, experts.w13_scale, place, expected)
+        moved = masked_rows(hidden.view(num_experts, capacity, -1), counts, gated=True, quantize=fp8)
         return self._product(moved, experts.w2, experts.w2_scale, place, expected).view(x.shape)
 
     def _product(
@@ -145,7 +145,7 @@ class DeepGemmProducts:
         """Rows sorted by expert [rows, K] times each one's expert [E, N, K]: [rows, N]."""
         rows, row_scales = moved
         num_experts, n_size, k_size = weight.shape
-        out = torch.empty(rows.shape[0], n_size, dtype=torch.bfloat16, device=rows.device)
+        out = torch.empty(place.num_rows, n_size, dtype=torch.bfloat16, device=rows.device)
         if place.row_expert is not None:
             if scale is None or row_scales is None:
                 self.calls.contiguous_bf16(rows, weight, out, place.row_expert)

@@ -131,8 +131,9 @@ class Kernels:
     top_k, then the always-on slots E, E + 1, ..."""
     experts_flat: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
     """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed."""
-    experts_masked: Callable[[Tensor, Tensor, ExpertWeights], Tensor]
-    """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted."""
+    experts_masked: Callable[..., Tensor]
+    """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted. Where
+    DeepEP belongs to the stack, a fourth argument may be FP8 rows' scales fp32 [E, M, H / 128], rows fastest."""
     write_gqa: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(k view [T, Hkv, D], v view [T, Hkv, D], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T])"""
     write_mla: Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -233,7 +233,7 @@ def _move_rows_kernel(
     blocks: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Item i's row: 0 all (i), 1 scatter (from i // top_k to where[i]), 2 listed (where[i]), 3 counted (i, if where says so)."""
+    """Item i's row: 0 all (i), 1 scatter (from i // top_k to where[i]), 2 listed (where[i])."""
     item = tl.program_id(0).to(tl.int64)
     origin = item
     row = item
@@ -243,8 +243,6 @@ def _move_rows_kernel(
     if mapping == 2:
         row = tl.load(where + item).to(tl.int64)
         origin = row
-    if mapping == 3:
-        row = tl.where(item % group_rows < tl.load(where + item // group_rows), item, -1)
     if row < 0:
         return
     index = tl.program_id(1) * blocks + tl.arange(0, blocks)
@@ -262,7 +260,7 @@ def _move_rows_kernel(
     tl.store(target + row * width + columns, values.to(target.dtype.element_ty), mask=inside)
 
 
-Mapping = Literal["all", "scatter", "listed", "counted"]
+Mapping = Literal["all", "scatter", "listed"]
 
 
 def move_rows(
@@ -280,7 +278,7 @@ def move_rows(
     """Rows of source [N, W] moved into a new [num_rows, W], optionally through SiLU-and-multiply ([N, 2W]) and into FP8.
 
     mapping: "all" row i to row i; "scatter" row i // top_k to row where[i] for `items` pairs, -1 skipped; "listed" row
-    where[i] to itself; "counted" the first where[g] rows of each group. Rows that nothing goes to stay as allocated.
+    where[i] to itself. Rows that nothing goes to stay as allocated.
     With `quantize`, the second result holds fp32 scales [groups, num_rows / groups, W / 128], rows fastest and padded to
     four, as DeepGEMM reads them; amax is at least 1e-4, scale = amax / 448.
     """
@@ -304,7 +302,7 @@ def move_rows(
             max(group_rows, 1),
             columns * padded_rows,
             padded_rows,
-            mapping={"all": 0, "scatter": 1, "listed": 2, "counted": 3}[mapping],
+            mapping={"all": 0, "scatter": 1, "listed": 2}[mapping],
             gated=gated,
             quantize=quantize,
             fp8_max=FP8_MAX,
