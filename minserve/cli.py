@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from minserve import __version__, flags, hub, launch, plan_picture
+from minserve import __version__, doctor, flags, hub, launch, plan_picture
 from minserve.clients.bench_serve import Load
 from minserve.clients.bench_serve import run as run_load
 from minserve.clients.chat import Chat
@@ -159,6 +159,20 @@ def chat(
     """Talk to a running server; through a pipe, each line is a turn."""
     one = Chat(base_url, model, api_key, system, temperature=temperature, max_tokens=max_tokens)
     raise typer.Exit(one.run(sys.stdin, sys.stdout))
+
+
+@app.command("doctor", context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
+def doctor_command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Say what on this machine would stop a server, before any weight is read (--json; else launch's flags); exit code 3."""
+    words = arguments or []
+    if "--help" in words or "-h" in words:
+        typer.echo(
+            "Usage: minserve doctor [--json] [LAUNCH FLAGS]\n\nLooks at this machine as `minserve launch` with these flags would."
+        )
+        return
+    config = flags.resolve([word for word in words if word != "--json"], os.environ).config
+    sound = doctor.report(doctor.examine(config), as_json="--json" in words, write=typer.echo)
+    raise typer.Exit(ExitCode.OK if sound else ExitCode.ENVIRONMENT)
 
 
 @app.command()

@@ -1,21 +1,18 @@
-"""Which named stack of kernels this machine can run, and its table. Vendor libraries are first imported in a child process,
-since a broken build may take its process down. Knows no kernel itself.
-"""
+"""Which named stack of kernels this machine can run, and its table. Knows no kernel itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from minserve import library_probe
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels
+from minserve.library_probe import DEEP_EP, DEEP_GEMM, FLASHINFER, TRITON, Library, Verdict
 
 StackName = Literal["cpu", "torch-gpu", "hopper", "hopper-ep", "hopper-ep-torch"]
 
@@ -23,95 +20,19 @@ PROBE_SECONDS = 120.0
 """A first import may compile; longer than this and the library counts as broken."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Library:
-    """One library that a stack needs."""
-
-    module: str
-    distributions: tuple[str, ...]
-    """Names under which it is installed, ours first."""
-    install: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a probe found."""
-
-    library: str
-    usable: bool
-    version: str | None
-    detail: str
-    """One sentence: that it works, or what is wrong and what to install."""
-
-
-_TRITON = Library("triton", ("triton",), "pip install torch (its CUDA build brings triton)")
-_FLASHINFER = Library("flashinfer", ("flashinfer-python",), "pip install 'minserve[hopper]'")
-_DEEP_GEMM = Library("deep_gemm", ("sgl-deep-gemm", "tokenspeed-deepgemm", "deep-gemm"), "pip install 'minserve[hopper]'")
-_DEEP_EP = Library("deep_ep", ("tokenspeed-deepep", "sgl-deep-ep", "deep-ep"), "pip install 'minserve[deepep]'")
-
 STACKS: dict[StackName, tuple[Library, ...]] = {
     "cpu": (),
-    "torch-gpu": (_TRITON,),
-    "hopper": (_TRITON, _FLASHINFER, _DEEP_GEMM),
-    "hopper-ep": (_TRITON, _FLASHINFER, _DEEP_GEMM, _DEEP_EP),
-    "hopper-ep-torch": (_TRITON, _FLASHINFER, _DEEP_GEMM),
+    "torch-gpu": (TRITON,),
+    "hopper": (TRITON, FLASHINFER, DEEP_GEMM),
+    "hopper-ep": (TRITON, FLASHINFER, DEEP_GEMM, DEEP_EP),
+    "hopper-ep-torch": (TRITON, FLASHINFER, DEEP_GEMM),
 }
 """The named stacks and what each needs beside torch."""
 
-_CHILD = """
-import importlib, importlib.metadata, json, sys
-module, names = sys.argv[1], sys.argv[2:]
-report = {"version": None, "error": None}
-for name in names:
-    try:
-        report["version"] = f"{name} {importlib.metadata.version(name)}"
-        break
-    except importlib.metadata.PackageNotFoundError:
-        pass
-try:
-    importlib.import_module(module)
-except BaseException as error:
-    report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-print("\\n" + json.dumps(report))
-"""
-
 
 def probe(libraries: Sequence[Library] = STACKS["hopper-ep"]) -> tuple[Verdict, ...]:
-    """Imports each library in a child process of its own, all at once, and says how it went. Takes seconds."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", _CHILD, library.module, *library.distributions],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for library in libraries
-    ]
-    return tuple(_judge(library, child) for library, child in zip(libraries, children, strict=True))
-
-
-def _judge(library: Library, child: subprocess.Popen[str]) -> Verdict:
-    try:
-        output, errors = child.communicate(timeout=PROBE_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.communicate()
-        return Verdict(library.module, False, None, f"its import did not end within {PROBE_SECONDS:.0f} s")
-    lines = output.strip().splitlines()
-    if child.returncode != 0 or not lines:
-        last = errors.strip().splitlines()[-1:] or ["no message"]
-        ended = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        return Verdict(
-            library.module, False, None, f"its import ended the process ({ended}: {last[0]}); reinstall: {library.install}"
-        )
-    report = json.loads(lines[-1])
-    version, error = report["version"], report["error"]
-    if error is None:
-        return Verdict(library.module, True, version, "imports")
-    if version is None:
-        return Verdict(library.module, False, None, f"is not installed: {library.install}")
-    return Verdict(library.module, False, version, f"does not import ({error}); reinstall: {library.install}")
+    """A verdict on each, from a child process that imports it."""
+    return library_probe.probe(libraries, seconds=PROBE_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

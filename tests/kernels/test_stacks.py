@@ -1,54 +1,15 @@
-"""Named stacks: the probe's verdicts from real child processes, and which stack is chosen from them."""
+"""Named stacks: which one is chosen from the verdicts on its libraries."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference, stacks
-from minserve.kernels.stacks import Library, Verdict
+from minserve.library_probe import Verdict
 
 GPU = torch.device("cuda")
-
-
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fake_sound.py").write_text("print('chatter of an import')\n")
-    (tmp_path / "fake_broken.py").write_text("raise OSError('libfake.so.3: cannot open shared object file')\n")
-    (tmp_path / "fake_crash.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    (tmp_path / "fake_slow.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
-@pytest.mark.usefixtures("modules")
-def test_the_probe_tells_sound_broken_crashing_and_missing_libraries_apart() -> None:
-    libraries = (
-        Library("fake_sound", ("numpy",), "pip install sound"),
-        Library("fake_broken", ("no-such-name", "numpy"), "pip install broken"),
-        Library("fake_crash", ("numpy",), "pip install crash"),
-        Library("fake_absent", ("no-such-name",), "pip install absent"),
-    )
-    sound, broken, crash, absent = stacks.probe(libraries)
-    assert sound.usable
-    assert sound.version is not None
-    assert sound.version.startswith("numpy ")
-    assert not broken.usable
-    assert "libfake.so.3" in broken.detail
-    assert "pip install broken" in broken.detail
-    assert not crash.usable
-    assert "signal 11" in crash.detail
-    assert (absent.usable, absent.version, absent.detail) == (False, None, "is not installed: pip install absent")
-
-
-@pytest.mark.usefixtures("modules")
-def test_an_import_that_does_not_end_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "PROBE_SECONDS", 0.5)
-    (verdict,) = stacks.probe([Library("fake_slow", (), "pip install slow")])
-    assert not verdict.usable
-    assert "did not end" in verdict.detail
 
 
 def verdicts(*broken: str) -> tuple[Verdict, ...]:
