@@ -28,7 +28,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def found(output: str, item: str) -> dict[str, Any]:
     (one,) = (finding for finding in json.loads(output)["findings"] if finding["item"] == item)
-    return one
+    return dict(one)
 
 
 def free_port() -> int:
