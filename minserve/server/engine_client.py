@@ -28,6 +28,8 @@ from minserve.messages import (
 from minserve.server.api_errors import ApiError
 
 CALL_TIMEOUT_SECONDS = 60.0
+READ_BYTES = 1 << 14
+"""Most that is read from an engine at once: between two reads all streams are written, and all other clients heard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Death:
     message: str | None
 
 
-class EngineClient(asyncio.Protocol):
+class EngineClient(asyncio.BufferedProtocol):
     """One engine, as the front sees it. All methods belong to the event loop's thread."""
 
     def __init__(
@@ -60,6 +62,7 @@ class EngineClient(asyncio.Protocol):
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._frames = FrameReader()
+        self._read = bytearray(READ_BYTES)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = call_ids
         self._transport: asyncio.Transport | None = None
@@ -110,10 +113,13 @@ class EngineClient(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002
+        return self._read
+
+    def buffer_updated(self, nbytes: int) -> None:
         self.last_heard = time.monotonic()
         try:
-            for body in self._frames.feed(data):
+            for body in self._frames.feed(self._read[:nbytes]):
                 self._receive(decode_to_front(body))
         except FrameError as error:
             self._die(ExitCode.INTERNAL, f"engine {self.rank} sent what is no message: {error}")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 
 import pytest
 from scripted_engine import ScriptedEngine
 
 from minserve.errors import ExitCode
-from minserve.messages import Ready
+from minserve.messages import Ready, StepOutputs, StepStats, encode_frame
 from minserve.request import Request, SamplingParams, TokenOutput
 from minserve.server import engine_client, mailbox
 from minserve.server.api_errors import ApiError, unavailable
 from minserve.server.balancer import Balancer
+from minserve.server.engine_client import EngineClient
 from minserve.server.engine_pool import EnginePool
 from minserve.server.mailbox import Mailbox
 
@@ -215,5 +217,31 @@ def test_a_mailbox_tells_once_that_its_reader_is_too_slow(monkeypatch: pytest.Mo
         for _ in range(80):
             box.put(0, TokenOutput(request_id=1, token_ids=(5,)))
         assert calls == [1]
+
+    asyncio.run(run())
+
+
+def test_a_burst_of_outputs_leaves_turns_for_others() -> None:
+    """What an engine has written long ago is not all read before a probe or another client is heard."""
+
+    async def run() -> None:
+        arrived: list[int] = []
+        at_each_turn: list[int] = []
+        ours, theirs = socket.socketpair()
+        client = EngineClient(
+            0, lambda step: arrived.extend(out.request_id for out in step.outputs), lambda _: None, itertools.count()
+        )
+        frame = encode_frame(StepOutputs([TokenOutput(request_id=number, token_ids=(1,)) for number in range(60)], StepStats()))
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        theirs.sendall(frame * 100)
+        await client.connect(ours)
+        while len(arrived) < 6000:
+            at_each_turn.append(len(arrived))
+            await asyncio.sleep(0)
+        turns = [after - before for before, after in itertools.pairwise([*at_each_turn, len(arrived)])]
+        assert max(turns) <= 60 * (engine_client.READ_BYTES // len(frame) + 1)
+        assert max(turns) < 2000
+        client.close()
+        theirs.close()
 
     asyncio.run(run())
