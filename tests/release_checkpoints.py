@@ -92,10 +92,11 @@ def pack_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"": packed, "_scale": scale, "_scale_2": second, "_input": torch.tensor(0.01)}, wide
 
 
-def write_release(name: str, directory: Path) -> tuple[Path, Path]:
-    """(the release, the plain checkpoint with the same values in fp32)."""
+def write_release(name: str, directory: Path, **overrides: Any) -> tuple[Path, Path]:
+    """(the release, the plain checkpoint with the same values in fp32); `overrides`: fields of its config.json."""
     variant = {"D": "deepseek_v3_small", "M": "moonlight", "K": "kimi_k2", "Q": "qwen3_moe"}[name[0]]
-    plain = write_tiny(variant, directory / "plain", **({"num_nextn_predict_layers": 1} if name == "DeepSeek-V3" else {}))
+    overrides |= {"num_nextn_predict_layers": 1} if name == "DeepSeek-V3" else {}
+    plain = write_tiny(variant, directory / "plain", **overrides)
     if name in ("DeepSeek-V3", "Kimi-K2-Instruct", "Qwen3-30B-A3B-FP8"):
         quantize_checkpoint(plain, directory / "release")
         return directory / "release", _widened_fp8(directory / "release", directory / "wide")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu.kernel_samples import DEVICE, one_expert, quantised
 from gpu.runners import capture, runner_of
+from release_checkpoints import write_release
 from runtime.scripted import Loop
 from tiny_checkpoints import VARIANTS, write_checkpoint
 from torch import Tensor
@@ -28,11 +29,13 @@ from tools.quantize_fp8 import quantize_checkpoint
 
 LEGAL = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-EQUAL = {"bf16": 0.6, "fp8": 0.3}
+RELEASES = {"int4": "Kimi-K2-Thinking", "nvfp4": "Kimi-K2.5-NVFP4"}
+KINDS = [(variant, kind) for variant in sorted(VARIANTS) for kind in ("bf16", "fp8")] + [("kimi_k2", kind) for kind in RELEASES]
+EQUAL = {"bf16": 0.6, "fp8": 0.3, "int4": 0.6, "nvfp4": 0.6}
 """Least share of tokens before the first difference, of those that the CPU itself keeps when it rounds as the stack does:
 in bf16, and where the stack quantises activations, those too. Random models with peaked routers are unstable: one close
 choice of experts, and a request goes another way."""
-MARGIN = {"bf16": 2.0, "fp8": 3.0}
+MARGIN = {"bf16": 2.0, "fp8": 3.0, "int4": 2.0, "nvfp4": 2.0}
 """Nats between the CPU's best two tokens within which rounding may choose the other; bf16 on the CPU reaches 1.2."""
 
 
@@ -111,15 +114,17 @@ def first_difference(wanted: Loop, got: Loop, index: int) -> tuple[int, float]:
     return len(wanted.tokens[index]), 0.0
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize(("variant", "kind"), KINDS)
 def test_tokens_are_those_of_the_cpu(variant: str, kind: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     changes = LEGAL | (MLA if "deepseek" in variant or variant in ("moonlight", "kimi_k2") else {"head_dim": 128})
     if variant.startswith("qwen2"):
         changes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "shared_expert_intermediate_size": 256}
         del changes["head_dim"]
-    directory = write_checkpoint(variant, tmp_path / "plain", **changes)
+    if kind in RELEASES:
+        directory, _ = write_release(RELEASES[kind], tmp_path, **changes)
+    else:
+        directory = write_checkpoint(variant, tmp_path / "plain", **changes)
     if kind == "fp8":
         quantize_checkpoint(directory, tmp_path / "fp8")
         directory = tmp_path / "fp8"
