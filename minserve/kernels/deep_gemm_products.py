@@ -128,7 +128,7 @@ class DeepGemmProducts:
         M should be a multiple of 128: other sizes go to Triton. FP8 rows come with their scales fp32 [E, M, H / 128], rows
         fastest; only FP8 experts take them, at such an M.
         """
-        num_experts, capacity, width = x.shape
+        num_experts, capacity, _ = x.shape
         fp8 = experts.w13_scale is not None
         if scale is None and (capacity % BLOCK_ROWS or not _fits(x, experts)):
             return triton_experts.experts_masked(x, counts, experts)

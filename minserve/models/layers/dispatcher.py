@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +68,8 @@ class MaskedTokens:
     """[E, M, H]"""
     counts: Tensor
     """int32 [E]"""
+    scale: Tensor | None = None
+    """FP8 rows: their scales fp32 [E, M, H / 128], rows fastest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class Dispatched:
 
     tokens: FlatTokens | MaskedTokens
     handle: Any = None
+
+
+_all_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+"""Of equal pieces into one tensor: later versions of torch call it otherwise."""
 
 
 class CollectiveFailed(RuntimeError):
@@ -127,11 +133,15 @@ class TorchDispatcher:
     torch.distributed's fixed-shape collectives: an all-gather of tokens with their slots and weights, and an all-to-all of the
     partial sums, which are then added up in order of rank in fp32. That moves a reduce-scatter's bytes, but rounds the same
     way on every backend, and gloo has no reduce-scatter. No shape depends on a value, and nothing can overflow: a rank has
-    room for all tokens of all ranks, whichever experts they choose.
+    room for all tokens of all ranks, whichever experts they choose. With NCCL both can be captured, on the current stream.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup, slots_per_rank: int) -> None:
+    def __init__(
+        self, group: torch.distributed.ProcessGroup, slots_per_rank: int, *, through: torch.device | None = None
+    ) -> None:
+        """through: where the group's collectives find tensors, if that is not where the tokens are; nothing then is captured."""
         self._group = group
+        self._through = through
         self._num_ranks = group.size()
         self._first_slot = group.rank() * slots_per_rank
         self._slots_per_rank = slots_per_rank
@@ -147,14 +157,15 @@ class TorchDispatcher:
             raise ValueError(f"{count} tokens do not fit in the {rows} rows that the ranks agreed on")
         # One message instead of three: ids, weights and hidden as bytes behind each other.
         parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), _padded(hidden, rows, 0)]
-        packed = torch.cat([part.view(torch.uint8).flatten() for part in parts])
-        gathered = [torch.empty_like(packed) for _ in range(self._num_ranks)]
+        packed = torch.cat([part.view(torch.uint8).flatten() for part in parts]).to(self._through or hidden.device)
+        gathered = packed.new_empty(self._num_ranks * packed.numel())
         with _failures_named():
-            torch.distributed.all_gather(gathered, packed, group=self._group)
+            _all_gather(gathered, packed, group=self._group)
+        gathered = gathered.to(hidden.device).view(self._num_ranks, -1)
         unpacked, start = [], 0
         for part in parts:
             size = part.numel() * part.element_size()
-            of_ranks = torch.cat([received[start : start + size] for received in gathered])
+            of_ranks = gathered[:, start : start + size].contiguous()
             unpacked.append(of_ranks.view(part.dtype).view(self._num_ranks * rows, part.shape[1]))
             start += size
         all_slots, all_weights, all_hidden = unpacked
@@ -164,11 +175,59 @@ class TorchDispatcher:
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
         handle: _Gathered = dispatched.handle
-        partial = torch.empty_like(output)
+        sent = output.contiguous().to(self._through or output.device)
+        partial = torch.empty_like(sent)
         with _failures_named():
-            torch.distributed.all_to_all_single(partial, output.contiguous(), group=self._group)
-        of_ranks = partial.view(self._num_ranks, handle.rows_per_rank, output.shape[1])
+            torch.distributed.all_to_all_single(partial, sent, group=self._group)
+        of_ranks = partial.to(output.device).view(self._num_ranks, handle.rows_per_rank, output.shape[1])
         return of_ranks.float().sum(0)[: handle.num_tokens].to(output.dtype)
+
+
+class ExchangeBuffer(Protocol):
+    """What `kernels/deep_ep_buffer.py` offers; its docstrings are the contract."""
+
+    capacity: int
+
+    def low_latency_dispatch(self, x: Tensor, slot_ids: Tensor, *, fp8: bool) -> tuple[Tensor, Tensor | None, Tensor, Any]: ...
+
+    def low_latency_combine(self, y: Tensor, weights: Tensor, handle: Any) -> Tensor: ...
+
+    def normal_dispatch(self, x: Tensor, slot_ids: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Any]: ...
+
+    def normal_combine(self, y: Tensor, handle: Any) -> Tensor: ...
+
+
+class DeepEPDispatcher:
+    """DeepEP's two ways: low-latency for every captured step and for all steps in which no rank has more tokens than the
+    buffer's capacity, normal for the others. The ranks agreed on `rows_per_rank`, so they all take the same way."""
+
+    def __init__(self, buffer: ExchangeBuffer, num_ranks: int, low_latency_rows: int) -> None:
+        """low_latency_rows: up to so many tokens a rank go the first way; 0: none do."""
+        self.fp8 = False
+        """Whether low-latency rows travel as FP8: for experts that all take them."""
+        self._buffer = buffer
+        self._num_ranks = num_ranks
+        self._low_latency_rows = low_latency_rows
+
+    def dispatch(
+        self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
+    ) -> Dispatched:
+        """Raises ValueError when there are more tokens than the ranks agreed on."""
+        del num_tokens  # the router gave padding the slot -1
+        rows = hidden.shape[0] if rows_per_rank is None else rows_per_rank
+        if hidden.shape[0] > rows:
+            raise ValueError(f"{hidden.shape[0]} tokens do not fit in the {rows} rows that the ranks agreed on")
+        if rows <= self._low_latency_rows:
+            x, scale, counts, handle = self._buffer.low_latency_dispatch(hidden, slot_ids, fp8=self.fp8)
+            return Dispatched(MaskedTokens(x, counts, scale), (weights, handle))
+        x, local, local_weights, handle = self._buffer.normal_dispatch(hidden, slot_ids, weights, rows * self._num_ranks)
+        return Dispatched(FlatTokens(x, local, local_weights), (weights, handle))
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        weights, handle = dispatched.handle
+        if isinstance(dispatched.tokens, MaskedTokens):
+            return self._buffer.low_latency_combine(output, weights, handle)
+        return self._buffer.normal_combine(output, handle)
 
 
 @contextlib.contextmanager
