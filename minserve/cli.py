@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from minserve import __version__, doctor, flags, hub, launch, plan_picture
+from minserve import __version__, doctor, flags, hub, launch, plan_picture, prebuild
 from minserve.clients.bench_serve import Load
 from minserve.clients.bench_serve import run as run_load
 from minserve.clients.chat import Chat
@@ -173,6 +173,16 @@ def doctor_command(arguments: Annotated[list[str] | None, typer.Argument()] = No
     config = flags.resolve([word for word in words if word != "--json"], os.environ).config
     sound = doctor.report(doctor.examine(config), as_json="--json" in words, write=typer.echo)
     raise typer.Exit(ExitCode.OK if sound else ExitCode.ENVIRONMENT)
+
+
+@app.command("prebuild", context_settings={"token_normalize_func": _with_dashes})
+def prebuild_command(
+    models: Annotated[list[str] | None, typer.Argument(help="with a GPU: start each once with random weights")] = None,
+    arch: Annotated[str, typer.Option(help="GPU architectures of FlashInfer's modules, comma-separated")] = "9.0a",
+    ep_size: Annotated[int, typer.Option(help="ranks of those starts", min=1)] = 1,
+) -> None:
+    """Compile kernels ahead of the first start: FlashInfer's modules (no GPU needed), and what each MODEL needs."""
+    raise typer.Exit(prebuild.run(models or [], arch, ["--ep-size", str(ep_size)]))
 
 
 @app.command()
