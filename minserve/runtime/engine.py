@@ -133,7 +133,8 @@ class Engine:
             return IDLE
         kind = Kind.IDLE
         if step is not None:
-            kind = Kind.DECODE if step.num_decode_rows == len(step.rows) else Kind.MIXED
+            prompts = Kind.PREFILL if step.num_decode_rows < len(step.rows) else Kind.IDLE
+            kind = prompts | (Kind.DECODE if step.num_decode_rows else Kind.IDLE)
         calls = self._num_answered + len(self._calls)
         proposal = Proposal(kind, 0 if step is None else step.num_tokens, calls, self._leaving)
         agreed = self._agreement.agree(proposal, lambda: self._publish([], news=False))

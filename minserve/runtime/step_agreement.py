@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import functools
 import logging
+import operator
 import os
 import select
 import socket
@@ -38,12 +40,13 @@ _POLLRDHUP = getattr(select, "POLLRDHUP", select.POLLHUP)
 log = logging.getLogger("minserve.runtime")
 
 
-class Kind(enum.IntEnum):
-    """What a step holds; of several ranks' kinds the largest counts."""
+class Kind(enum.IntFlag):
+    """What a step holds; several ranks' together hold what any of them does."""
 
     IDLE = 0
     DECODE = 1
-    MIXED = 2
+    PREFILL = 2
+    MIXED = 3
 
 
 class Proposal(NamedTuple):
@@ -67,6 +70,8 @@ class Agreed(NamedTuple):
     """Control calls to have been carried out before the step."""
     stop: bool
     """A rank leaves: all do, now."""
+    someone_only_decodes: bool = False
+    """A rank that reads no prompt itself would wait for the others' prompts."""
 
 
 IDLE = Agreed(Kind.IDLE, 0, 0, False)
@@ -125,11 +130,12 @@ class StepAgreement:
         self._number += 1
         tokens = max([proposal.num_tokens, *(head[1] for head in heads.values())])
         calls = min([proposal.num_calls, *(heads[peer][2] for peer in self._neighbours)])
-        kind = max([proposal.kind, *(Kind(head[3]) for head in heads.values())])
+        kinds = [proposal.kind, *(Kind(head[3]) for head in heads.values())]
         stop = proposal.leaving or any(head[4] for head in heads.values())
         if stop:
             self._leaving.set()
-        return Agreed(kind, tokens, calls, stop)
+        kind = functools.reduce(operator.or_, kinds)
+        return Agreed(kind, tokens, calls, stop, Kind.DECODE in kinds)
 
     def _tell(self, proposal: Proposal, failed: int) -> None:
         number, (kind, tokens, calls, leaving) = self._number, proposal
@@ -199,7 +205,8 @@ class StepAgreement:
     def _lost(self, ranks: list[int], what: str) -> RankLost:
         names = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
         kind, tokens = self._proposal[:2]
-        step = f"step {self._number} (rank {self.rank}'s part: {kind.name.lower()}, {tokens} tokens)"
+        part = f"{Kind(kind).name or kind}".lower()
+        step = f"step {self._number} (rank {self.rank}'s part: {part}, {tokens} tokens)"
         return RankLost(f"{names} {what.format(step=step)}", ranks[0])
 
     def _watch(self) -> None:
