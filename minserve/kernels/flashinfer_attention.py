@@ -69,7 +69,8 @@ class FlashInferAttention:
         """
         triton = self.triton.plan(metadata, shape)
         decode, rows = metadata.decode_only, metadata.page_table.shape[0]
-        if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
+        captured_mixed = metadata.graph and not decode
+        if not _covers(shape) or captured_mixed or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
         if decode and metadata.graph:
             return self._graph_plan(metadata, shape, triton)

@@ -108,9 +108,11 @@ class BatchBuilder:
         """max_rows: the largest batch, padding included; max_pages: of one request."""
         self.page_size = page_size
         self.max_pages = max_pages
+        self.mixed_rows = max_slots + 1
+        """Rows of each padded mixed step. One at least is empty, so that it never passes for a step of decode rows alone."""
         self._scratch_slot = max_slots
         self._tables = np.full((max_slots + 1, max_pages), DUMMY_PAGE, dtype=np.int32)
-        most = _Layout(tokens=max_tokens, rows=max_rows, sampling=max_rows, width=max_pages)
+        most = _Layout(tokens=max_tokens, rows=max(max_rows, self.mixed_rows), sampling=max_rows, width=max_pages)
         sizes = most.long_parts()[-1].stop, most.short_parts()[-1].stop
         pinned = device.type == "cuda"
         self._staging = [
@@ -130,11 +132,31 @@ class BatchBuilder:
         )
         return ScheduledStep(number=0, rows=(row,) * rows, num_decode_rows=rows, num_tokens=rows)
 
+    def padding_prompts(self, tokens: int) -> ScheduledStep:
+        """The same for a mixed step: prompts of the scratch slot, so many tokens together or as many as fit."""
+        rows: list[ScheduledRow] = []
+        for _ in range(self._scratch_slot):
+            length = min(tokens, self.max_pages * self.page_size)
+            tokens -= length
+            rows.append(
+                ScheduledRow(
+                    request_id=0,
+                    slot=self._scratch_slot,
+                    start=0,
+                    num_tokens=length,
+                    token_ids=(0,) * length,
+                    write_from=length,
+                )
+            )
+            if not tokens:
+                break
+        return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=0, num_tokens=sum(row.num_tokens for row in rows))
+
     def stage(
-        self, step: ScheduledStep, padded_rows: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
+        self, step: ScheduledStep, padded: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
     ) -> StagedBatch:
-        """Lay a step out on the host. `padded_rows` fills a step of decode rows alone up to that many rows; `masked` makes
-        padding of all of them, which no expert computes."""
+        """Lay a step out on the host. `padded` fills a step of decode rows alone up to so many rows, a mixed one up to so many
+        tokens and to `mixed_rows` rows; `masked` makes padding of all rows, which no expert computes."""
         rows = step.rows
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         self._update_tables(step)
@@ -145,29 +167,30 @@ class BatchBuilder:
         positions = starts[row_of] + np.arange(step.num_tokens) - (ends - lengths)[row_of]
         samples = np.array([row.samples for row in rows], dtype=bool)
         decode_only = step.num_decode_rows == len(rows)
-        padding = padded_rows - len(rows) if padded_rows is not None else 0
-        if padding < 0 or (padded_rows is not None and not decode_only):
-            raise ValueError(f"a step of {len(rows)} rows cannot be padded to {padded_rows}")
-
+        padded_rows = len(rows) if padded is None else padded if decode_only else self.mixed_rows
+        padding, tokens = padded_rows - len(rows), step.num_tokens if padded is None else padded
+        if padding < 0 or tokens < step.num_tokens:
+            raise ValueError(f"a step of {step.num_tokens} tokens in {len(rows)} rows cannot be padded to {padded}")
+        each = int(decode_only)  # tokens of a padding row
         seq_lens = starts + lengths
-        width = self.max_pages if padded_rows is not None else max(1, -(-int(seq_lens.max()) // self.page_size))
-        layout = _Layout(step.num_tokens + padding, len(rows) + padding, int(samples.sum()) + padding, width)
+        width = self.max_pages if padded is not None else max(1, -(-int(seq_lens.max()) // self.page_size))
+        layout = _Layout(tokens, padded_rows, int(samples.sum()) + each * padding, width)
         self._staging.reverse()
         long, short = self._staging[0]
         pad = np.zeros(padding, dtype=np.int64)
         token_ids = np.zeros(step.num_tokens, dtype=np.int64)
         token_ids[step.num_decode_rows :] = [token for row in rows for token in row.token_ids]
-        sample_index = np.concatenate((ends[samples] - 1, step.num_tokens + np.arange(padding)))
-        sample_slots = np.concatenate((slots[samples], pad + self._scratch_slot))
+        sample_index = np.concatenate((ends[samples] - 1, step.num_tokens + np.arange(each * padding)))
+        sample_slots = np.concatenate((slots[samples], pad[: each * padding] + self._scratch_slot))
         slot_mapping = self._slot_mapping(step, slots[row_of], positions, row_of)
         values = (token_ids, positions, slot_mapping)
         for part, value in zip(layout.long_parts(), (*values, sample_index, sample_slots), strict=True):
             _fill(long[part], value)
-        _fill(short[layout.short_parts()[0]], np.concatenate(([0], ends, ends[-1] + 1 + np.arange(padding))))
-        _fill(short[layout.short_parts()[1]], np.concatenate((seq_lens, pad + 1)))
+        _fill(short[layout.short_parts()[0]], np.concatenate(([0], ends, ends[-1] + each * (1 + np.arange(padding)))))
+        _fill(short[layout.short_parts()[1]], np.concatenate((seq_lens, pad + each)))
         _fill(short[layout.short_parts()[2]], np.array([0 if masked else step.num_tokens]))
         _fill(short[layout.short_parts()[3]], self._tables[np.concatenate((slots, pad + self._scratch_slot)), :width].ravel())
-        ones = (1,) * padding
+        filling = (each,) * padding
         return StagedBatch(
             step_kind="decode" if decode_only else "mixed",
             num_rows=len(rows),
@@ -176,9 +199,9 @@ class BatchBuilder:
             long=long,
             short=short,
             query_starts=tuple((ends - lengths).tolist()),
-            query_lens=(*lengths.tolist(), *ones),
-            seq_lens=(*seq_lens.tolist(), *ones),
-            padded=padded_rows is not None,
+            query_lens=(*lengths.tolist(), *filling),
+            seq_lens=(*seq_lens.tolist(), *filling),
+            padded=padded is not None,
             rows_per_rank=rows_per_rank,
         )
 

@@ -22,7 +22,7 @@ def capture_mode(
     phase: Literal["warm-up", "record"],
     *,
     padded_batch_size: int,
-    kind: Literal["decode", "verify"] = "decode",
+    kind: Literal["decode", "mixed", "verify"] = "decode",
     allow_overlap: bool = True,
 ) -> Iterator[CaptureFlags]:
     """Everything inside runs, or is recorded, under capture rules.

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: captured once for each batch size before the first request, replayed for every decode-only step.
+"""Steps as CUDA graphs: captured once for each padded size before the first request, and replayed from then on.
 
 Knows sizes, capture rules and memory; nothing of what a step computes, and of CUDA only `CudaRecorder`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -18,11 +18,12 @@ from minserve.models.sampler import Variant
 from minserve.runtime.capture_mode import capture_mode
 
 VARIANTS: tuple[Variant, ...] = ("argmax", "general")
-"""The ways to sample; each is captured for every size."""
+"""The ways to sample; each is captured for every size of a decode step."""
 WARM_UPS = 2
 """Runs before a recording: kernels compile in the first, libraries settle their workspaces by the second."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LATER_STEP = 128
+_LEAST_MIXED_TOKENS = 256
 
 Result = TypeVar("Result")
 Work = Callable[[Variant, CaptureFlags], Result]
@@ -35,6 +36,16 @@ def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ..
     """
     usual = (*_SIZES, *range(_SIZES[-1] + _LATER_STEP, max_num_seqs, _LATER_STEP))
     return tuple(sorted({size for size in asked or usual if size < max_num_seqs} | {max_num_seqs}))
+
+
+def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
+    """Tokens of the mixed steps to capture, ascending, each twice the last; the largest is the largest step that can be."""
+    sizes = {max_step_tokens}
+    size = _LEAST_MIXED_TOKENS
+    while size < max_step_tokens:
+        sizes.add(size)
+        size *= 2
+    return tuple(sorted(sizes))
 
 
 class Graph(Protocol):
@@ -117,7 +128,10 @@ class CudaRecorder:
 
 
 class DecodeGraphs(Generic[Result]):
-    """The graphs of one model runner. Three verbs: capture, replay, destroy."""
+    """The graphs of one kind of step: by batch size for decode steps, by tokens for mixed ones, whose sampling is not recorded.
+
+    Three verbs: capture, replay, destroy.
+    """
 
     def __init__(
         self,
@@ -125,6 +139,7 @@ class DecodeGraphs(Generic[Result]):
         sizes: Sequence[int],
         recorder: Recorder,
         forget: Callable[[], None] = lambda: None,
+        kind: Literal["decode", "mixed"] = "decode",
     ) -> None:
         """prepare: given a size, fills its static buffers with padding and plans for them; what it returns is captured.
         forget: called once the graphs are gone, for plans that belong to them."""
@@ -134,6 +149,8 @@ class DecodeGraphs(Generic[Result]):
         self._prepare = prepare
         self._recorder = recorder
         self._forget = forget
+        self._kind: Literal["decode", "mixed"] = kind
+        self._variants = VARIANTS if kind == "decode" else VARIANTS[:1]
         self._graphs: dict[tuple[int, Variant], tuple[Graph, Result]] = {}
 
     @property
@@ -141,7 +158,7 @@ class DecodeGraphs(Generic[Result]):
         return self.sizes[-1]
 
     def size_for(self, rows: int) -> int | None:
-        """The smallest captured size that holds `rows`; None beyond the largest, or when nothing is captured."""
+        """The smallest captured size that holds so many rows, or tokens; None beyond the largest, or when nothing is captured."""
         if not self._graphs:
             return None
         return next((size for size in self.sizes if size >= rows), None)
@@ -158,8 +175,9 @@ class DecodeGraphs(Generic[Result]):
             if isinstance(error, ServerError) or not isinstance(error, Exception):
                 raise
             kind = DoesNotFit if isinstance(error, torch.OutOfMemoryError) else EnvironmentFault
+            what = f"decode step of batch size {size}" if self._kind == "decode" else f"mixed step of {size} tokens"
             raise kind(
-                f"capturing the decode step of batch size {size} failed: {error}; smaller --max-num-seqs or --cuda-graph-bs take "
+                f"capturing the {what} failed: {error}; smaller --max-num-seqs, --cuda-graph-bs or --chunked-prefill-size take "
                 "less memory, --enforce-eager serves without graphs"
             ) from error
         on_progress(1.0)
@@ -167,21 +185,21 @@ class DecodeGraphs(Generic[Result]):
     def _capture_size(self, size: int) -> None:
         before = self._recorder.memory()
         work = self._prepare(size)
-        for variant in VARIANTS:
-            with capture_mode("warm-up", padded_batch_size=size) as flags:
+        for variant in self._variants:
+            with capture_mode("warm-up", padded_batch_size=size, kind=self._kind) as flags:
                 for _ in range(WARM_UPS):
                     self._recorder.warm_up(lambda: work(variant, flags))  # noqa: B023 - called at once
-            with capture_mode("record", padded_batch_size=size) as flags:
+            with capture_mode("record", padded_batch_size=size, kind=self._kind) as flags:
                 self._graphs[size, variant] = self._recorder.record(lambda: work(variant, flags))  # noqa: B023
         self.memory_bytes[size] = max(0, self._recorder.memory() - before)
 
-    def replay(self, size: int, variant: Variant) -> Result:
+    def replay(self, size: int, variant: Variant = "argmax") -> Result:
         """Run a captured step on the current stream. Its result lies where the last replay's did: use it before the next."""
         graph, result = self._graphs[size, variant]
         graph.replay()
         return result
 
-    def result(self, size: int, variant: Variant) -> Result:
+    def result(self, size: int, variant: Variant = "argmax") -> Result:
         """Where a replay leaves its result, without one."""
         return self._graphs[size, variant][1]
 

@@ -133,7 +133,9 @@ class ModelRunner:
             device=device,
         )
         self.graphs: DecodeGraphs[Sampled] | None = None
-        """Replayed for every step of decode rows alone; None runs all steps eagerly."""
+        """Replayed for every step of decode rows alone; None runs them eagerly."""
+        self.mixed_graphs: DecodeGraphs[tuple[Tensor]] | None = None
+        """Replayed for every other step, up to the logits of those that no other rank takes part in; None: eager as well."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
@@ -146,8 +148,11 @@ class ModelRunner:
         With `awaits_masks` its forward runs on the device while the host still finds out what its rows may sample: `constrain`.
         `rows_per_rank`: where several ranks share the experts, the most tokens that any of them has in this step.
         """
-        decode_only = step.num_decode_rows == len(step.rows)
-        padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None and decode_only else None
+        padded = None
+        if step.num_decode_rows == len(step.rows):
+            padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None else None
+        elif self.mixed_graphs is not None and rows_per_rank is None:
+            padded = self.mixed_graphs.size_for(step.num_tokens)
         return self._start(step, self.batches.stage(step, padded, rows_per_rank=rows_per_rank), padded, awaits_masks)
 
     def launch_dummy(self, rows_per_rank: int) -> InFlight:
@@ -174,10 +179,16 @@ class ModelRunner:
         batch = self.batches.to_device(staged)
         variant = self._variant(row for row in step.rows if row.samples)
         plan = self.plan(batch)
-        if self.graphs is not None and graph_size is not None:
-            sampled = self.graphs.replay(graph_size, variant)
-        else:
+        if batch.step_kind == "mixed":
+            self._fill_in_tokens(batch)
+        if graph_size is None:
             sampled = self.forward_and_sample(batch, plan, variant)
+        elif batch.step_kind == "mixed":
+            assert self.mixed_graphs is not None
+            sampled = self._sample(batch, self.mixed_graphs.replay(graph_size)[0], variant)
+        else:
+            assert self.graphs is not None
+            sampled = self.graphs.replay(graph_size, variant)
         return _Forwarded(batch, staged.query_starts, sampled, refused, graph_size)
 
     @torch.inference_mode()
@@ -227,11 +238,23 @@ class ModelRunner:
 
         return work
 
-    def use_graphs(self, graphs: DecodeGraphs[Sampled]) -> None:
+    def prepare_prompts(self, tokens: int) -> Work[tuple[Tensor]]:
+        """The same for a mixed step of so many tokens, of which graphs record the layers alone."""
+        batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(tokens), tokens))
+        plan = self.plan(batch)
+
+        @torch.inference_mode()
+        def work(variant: Variant, flags: CaptureFlags) -> tuple[Tensor]:
+            del variant
+            return (self.forward(batch, plan, flags),)
+
+        return work
+
+    def use_graphs(self, graphs: DecodeGraphs[Sampled], mixed: DecodeGraphs[tuple[Tensor]] | None = None) -> None:
         """From now on. Raises ValueError when a full step would not fit the largest graph."""
         if graphs.largest < self.limits.max_num_seqs:
             raise ValueError(f"the largest graph holds {graphs.largest} rows, and {self.limits.max_num_seqs} may run at once")
-        self.graphs = graphs
+        self.graphs, self.mixed_graphs = graphs, mixed
         self.eager_reason = f"more rows than the largest graph's {graphs.largest}"
 
     def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
@@ -239,6 +262,10 @@ class ModelRunner:
 
         For a decode batch this is what a graph captures: no host reads, no shapes that depend on values.
         """
+        return self._sample(batch, self.forward(batch, plan, flags), variant)
+
+    def forward(self, batch: Batch, plan: Any, flags: CaptureFlags = EAGER) -> Tensor:
+        """The layers: [T, hidden]. Capturable for any padded batch."""
         context = ForwardContext(
             attention=batch.attention,
             attention_plan=plan,
@@ -247,14 +274,17 @@ class ModelRunner:
             rows_per_rank=batch.rows_per_rank,
             flags=flags,
         )
-        if batch.step_kind == "decode":
-            hidden = self.model.forward(self.sampler.last_tokens[batch.sample_slots], batch.positions, context)
-            wanted = hidden
-        else:
-            decoding = batch.num_decode_rows
-            batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]
-            hidden = self.model.forward(batch.token_ids, batch.positions, context)
-            wanted = hidden[batch.sample_index]
+        decode = batch.step_kind == "decode"
+        token_ids = self.sampler.last_tokens[batch.sample_slots] if decode else batch.token_ids
+        return self.model.forward(token_ids, batch.positions, context)
+
+    def _fill_in_tokens(self, batch: Batch) -> None:
+        """The decode rows' tokens, which only the device knows, into a mixed batch."""
+        decoding = batch.num_decode_rows
+        batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]
+
+    def _sample(self, batch: Batch, hidden: Tensor, variant: Variant) -> Sampled:
+        wanted = hidden if batch.step_kind == "decode" else hidden[batch.sample_index]
         if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
             nothing = batch.sample_slots
             return Sampled(nothing, hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)
@@ -356,7 +386,7 @@ class ModelRunner:
             rows=tuple(results),
             nan_rows=nan_rows,
             eager_reason=self.eager_reason if eager else None,
-            graph_size=outcome.graph_size,
+            graph_size=outcome.graph_size if step.num_decode_rows == len(step.rows) else None,
             seconds=seconds,
         )
 

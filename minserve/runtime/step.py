@@ -79,6 +79,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     eager_reason: str | None = None
     """Why a step of decode rows alone ran without a graph; None for a replay and for mixed steps."""
     graph_size: int | None = None
-    """The padded batch size of the graph that was replayed."""
+    """The padded batch size of the graph that was replayed; None for an eager and for a mixed step."""
     seconds: float | None = None
     """From the end of the step before, or from the launch where that came later, to this step's end."""

@@ -74,13 +74,14 @@ class HeldPlans:
     """The reference's attention with one plan object a captured size, refilled by each step's planning as on a GPU."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, Any] = {}
+        self._plans: dict[tuple[bool, int], Any] = {}
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> Any:
         fresh = reference.plan_attention(metadata, shape)
         if not metadata.graph:
             return fresh
-        held = self._plans.setdefault(metadata.page_table.shape[0], HeldPlan(fresh.groups))
+        size = metadata.decode_only, metadata.slot_mapping.shape[0]
+        held = self._plans.setdefault(size, HeldPlan(fresh.groups))
         held.groups = fresh.groups
         return held
 
@@ -103,10 +104,16 @@ def runner_of(model: Any, kernels: Kernels, limits: Limits) -> ModelRunner:
     return ModelRunner(model, kernels, cache, limits, torch.device("cpu"))
 
 
-def with_graphs(runner: ModelRunner, sizes: tuple[int, ...], recorder: FakeRecorder | None = None) -> ModelRunner:
+def with_graphs(
+    runner: ModelRunner, sizes: tuple[int, ...], recorder: FakeRecorder | None = None, mixed_sizes: tuple[int, ...] = ()
+) -> ModelRunner:
     graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder or FakeRecorder(), runner.kernels.forget_graphs)
     graphs.capture()
-    runner.use_graphs(graphs)
+    mixed = None
+    if mixed_sizes:
+        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes, recorder or FakeRecorder(), kind="mixed")
+        mixed.capture()
+    runner.use_graphs(graphs, mixed)
     return runner
 
 

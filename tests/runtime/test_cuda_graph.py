@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
 from minserve.kernels import reference
 from minserve.request import Request, SamplingParams
 from minserve.runtime.capture_mode import current_flags
-from minserve.runtime.cuda_graph import DecodeGraphs, capture_sizes
+from minserve.runtime.cuda_graph import DecodeGraphs, capture_sizes, mixed_sizes
+
+
+@given(st.integers(1, 20_000))
+def test_every_mixed_step_has_a_size_that_is_at_most_twice_as_large(most):
+    sizes = mixed_sizes(most)
+    assert sizes[-1] == most
+    assert all(low < high <= 2 * low for low, high in itertools.pairwise(sizes))
+    assert sizes[0] <= 256
 
 
 @given(st.integers(1, 2000), st.sets(st.integers(1, 3000), max_size=6))
@@ -155,7 +164,8 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_dir, variant):
     limits, asked = limits_of(), [*requests(9), *(sampled(index) for index in range(20, 24))]
     plain = runner_of(load(tiny_dir(variant)), reference.cpu(), limits)
     plans = HeldPlans()
-    replayed = with_graphs(runner_of(load(tiny_dir(variant)), plans.kernels(), limits), (1, 4, 6))
+    recorder = FakeRecorder()
+    replayed = with_graphs(runner_of(load(tiny_dir(variant)), plans.kernels(), limits), (1, 4, 6), recorder, (7, 20, 64))
     eager_loop, graph_loop = Loop(limits, plain), Loop(limits, replayed)
     wanted, wanted_scores = answers(eager_loop, asked)
     tokens, scores = answers(graph_loop, asked)
@@ -166,7 +176,21 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_dir, variant):
     stats = graph_loop.scheduler.stats()
     assert stats.eager_decode_steps == {}
     assert set(stats.graph_replays) == {1, 4, 6}
+    assert sum(graph.replays for graph in recorder.graphs) == stats.steps
+    assert all(graph.replays for graph in recorder.graphs[-3:])
     assert eager_loop.scheduler.stats().eager_decode_steps == {"cpu": sum(stats.graph_replays.values())}
+
+
+def test_prompt_scores_and_parts_of_prompts_through_mixed_graphs(tiny_dir):
+    limits = limits_of()
+    asked = [request(index, [index, *range(40)], 3, prompt_logprobs=1) for index in range(1, 4)]
+    outputs = []
+    for mixed in ((), (5, 64)):
+        runner = with_graphs(runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits), (6,), None, mixed)
+        loop = Loop(limits, runner)
+        answers(loop, asked)
+        outputs.append([[score and score.top_ids for score in loop.outputs[index][0].prompt_logprobs] for index in range(1, 4)])
+    assert outputs[0] == outputs[1]
 
 
 def test_padding_rows_are_routed_nowhere(tiny_dir):

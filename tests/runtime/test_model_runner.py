@@ -327,7 +327,7 @@ def prepared_runner():
 @pytest.mark.parametrize("padded", [3, 4])
 def test_padding_rows_change_nothing(padded):
     runner, rows, prefixes = prepared_runner()
-    staged = runner.batches.stage(decode_step(2, rows), padded_rows=padded)
+    staged = runner.batches.stage(decode_step(2, rows), padded=padded)
     batch = runner.batches.to_device(staged)
     assert batch.step_kind == "decode"
     assert batch.num_tokens.tolist() == [3]
@@ -349,7 +349,7 @@ def test_a_padded_batch_of_one_size_always_lies_at_the_same_addresses():
     runner, rows, _ = prepared_runner()
 
     def addresses(step_rows):
-        batch = runner.batches.to_device(runner.batches.stage(decode_step(2, step_rows), padded_rows=4))
+        batch = runner.batches.to_device(runner.batches.stage(decode_step(2, step_rows), padded=4))
         attention = batch.attention
         tensors = [batch.positions, batch.sample_slots, batch.num_tokens, attention.query_start_loc, attention.seq_lens]
         return [tensor.data_ptr() for tensor in (*tensors, attention.page_table, attention.slot_mapping)]
@@ -358,11 +358,45 @@ def test_a_padded_batch_of_one_size_always_lies_at_the_same_addresses():
     assert all(address % 64 == 0 for address in addresses(rows))
 
 
-def test_a_mixed_step_cannot_be_padded():
-    row = ScheduledRow(request_id=1, slot=0, start=0, num_tokens=3, token_ids=(1, 2, 3), new_pages=(1,))
+def test_a_padded_mixed_step_has_its_padding_in_no_row():
+    runner, _, prefixes = prepared_runner()
+    decoding = ScheduledRow(request_id=1, slot=1, start=1, num_tokens=1, table_offset=1, samples=True)
+    reading = ScheduledRow(request_id=2, slot=2, start=0, num_tokens=3, token_ids=(7, 8, 9), new_pages=(6,), samples=True)
+    step = ScheduledStep(number=2, rows=(decoding, reading), num_decode_rows=1, num_tokens=4)
+    batch = runner.batches.to_device(runner.batches.stage(step, padded=8))
+    assert batch.step_kind == "mixed"
+    assert batch.num_tokens.tolist() == [4]
+    assert batch.attention.query_start_loc.tolist() == [0, 1, 4, 4, 4, 4]
+    assert batch.attention.seq_lens.tolist() == [2, 3, 0, 0, 0]
+    assert batch.attention.slot_mapping.tolist()[4:] == [0] * 4
+    assert batch.sample_index.tolist() == [0, 3]
+    assert not batch.attention.decode_only
+    kept = runner.kv_cache[0][1:].clone()
+    with torch.inference_mode():
+        runner._fill_in_tokens(batch)
+        sampled = runner.forward_and_sample(batch, None, "argmax")
+    assert sampled.tokens.tolist() == [next_token(enumerate(prefix)) for prefix in (prefixes[1], (7, 8, 9))]
+    changed = (runner.kv_cache[0][1:] != kept).any(-1).nonzero().tolist()
+    assert changed == [[1, 1], [5, 0], [5, 1], [5, 2]]
+
+
+def test_a_full_step_of_single_tokens_does_not_pass_for_decode_rows():
+    runner = make_runner(make_limits())
+    count = runner.limits.max_num_seqs
+    rows = tuple(
+        ScheduledRow(request_id=slot, slot=slot, start=0, num_tokens=1, token_ids=(5,), new_pages=(slot + 1,))
+        for slot in range(count)
+    )
+    step = ScheduledStep(number=1, rows=rows, num_decode_rows=0, num_tokens=count)
+    assert not runner.batches.to_device(runner.batches.stage(step, padded=count)).attention.decode_only
+
+
+@pytest.mark.parametrize("padded", [1, 3])
+def test_a_step_cannot_be_padded_to_less_than_it_is(padded):
+    row = ScheduledRow(request_id=1, slot=0, start=0, num_tokens=4, token_ids=(1, 2, 3, 4), new_pages=(1,))
     runner = make_runner(make_limits())
     with pytest.raises(ValueError, match="padded"):
-        runner.batches.stage(ScheduledStep(number=1, rows=(row,), num_decode_rows=0, num_tokens=3), padded_rows=4)
+        runner.batches.stage(ScheduledStep(number=1, rows=(row,), num_decode_rows=0, num_tokens=4), padded=padded)
 
 
 def test_what_lies_in_shared_pages_is_not_written_again():
