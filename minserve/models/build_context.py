@@ -23,6 +23,8 @@ class BuildContext:
     dispatcher: Dispatcher
     placement: ExpertPlacement | None = None
     """None: each expert in the slot of its own number."""
+    fuse_shared: bool = False
+    """Shared experts become always-on slots of the routed ones."""
 
     def kept_format(self, weight_names: list[str]) -> Format:
         """The format that all of these have and that the kernels read from memory; otherwise plain: they are widened at load."""

@@ -126,6 +126,6 @@ class Decoder(nn.Module):
         return {index: load[1:].tolist() for index, load in layers.items() if load is not None}
 
     def finish_load(self) -> None:
-        for module in self.modules():
-            if isinstance(module, MultiHeadLatentAttention):
+        for module in [*self.modules()]:
+            if isinstance(module, (MultiHeadLatentAttention, MixtureOfExperts)):
                 module.finish_load()

@@ -72,6 +72,7 @@ def build_model(
 ) -> Decoder:
     """The model with unwritten parameters. By default all experts are local, each in the slot of its own number."""
     row = next(row for row in ROWS if (row.architecture, row.model_type) == (config.architecture, config.model_type))
-    model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement))
+    fused = shared_expert == "fused"
+    model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement, fused))
     model.shared_expert, model.lanes = shared_expert, lanes
     return model

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from minserve.kernels.interface import ExpertWeights
+from minserve.kernels.reference import widen
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
 from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks, stored_names
 from minserve.models.layers.dispatcher import ExpertPlacement, FlatTokens, MaskedTokens
-from minserve.models.layers.linear import parameter
+from minserve.models.layers.linear import GatedMLP, Linear, parameter
 
 
 class Experts(nn.Module):
@@ -57,6 +58,37 @@ class Experts(nn.Module):
         # INT4's group scales are a ninth of the memory: they keep the compute type, which holds published (bf16) ones exactly.
         values = parameter((count, rows, columns // LAYOUTS["int4_group"].packed), torch.int32, build.device)
         return values, parameter((count, rows, columns // INT4_GROUP), build.dtype, build.device)
+
+    def takes(self, mlp: GatedMLP) -> bool:
+        """Whether `append` can keep an MLP's weights as it keeps its own."""
+        both_fp8 = mlp.gate_up.scale is not None and mlp.down.scale is not None
+        return self.kept == "plain" or (self.kept == "fp8_block" and both_fp8)
+
+    @torch.inference_mode()
+    def append(self, mlp: GatedMLP, count: int) -> None:
+        """Slots behind the last: an MLP `count` times as wide as an expert, cut into as many whose outputs add up to its own.
+
+        For a moment one kind of the layer's matrices is in memory twice.
+        """
+        rows = self._stored(mlp.gate_up)  # gate's of all slots, then up's of all slots
+        for name, values in zip(("w13", "w13_scale"), rows, strict=True):
+            if values is not None:
+                self._extend(name, values.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2))
+        for name, values in zip(("w2", "w2_scale"), self._stored(mlp.down), strict=True):
+            if values is not None:
+                self._extend(name, values.unflatten(1, (count, -1)).transpose(0, 1))
+
+    def _stored(self, layer: Linear) -> tuple[Tensor, Tensor | None]:
+        if self.kept == "fp8_block":
+            return layer.weight, layer.scale
+        return widen(layer.weight, layer.scale, self.w13.dtype), None
+
+    def _extend(self, name: str, slots: Tensor) -> None:
+        old = getattr(self, name)
+        stacked = parameter((old.shape[0] + slots.shape[0], *old.shape[1:]), old.dtype, old.device)
+        stacked[: old.shape[0]].copy_(old)
+        stacked[old.shape[0] :].copy_(slots)
+        setattr(self, name, stacked)
 
     def slots_of(self, expert_ids: Tensor) -> Tensor:
         """Expert ids int32 [T, k] as slots; -1 stays -1."""

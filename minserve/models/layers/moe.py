@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from minserve.errors import UsageError
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
+from minserve.models.formats import LAYOUTS
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.linear import GatedMLP, Linear, Part
@@ -30,17 +32,43 @@ class SigmoidGatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus, where the model has one, the shared expert, which is added unscaled: [T, H] -> [T, H]."""
+    """Routed experts plus, where the model has one, the shared expert, which is added unscaled: [T, H] -> [T, H].
+
+    With `build.fuse_shared` the shared expert is as many more slots of the routed kernels as it is wide, with weight 1.
+    """
 
     def __init__(self, prefix: str, shared: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
         self.dispatcher = build.dispatcher
-        self.router = Router(f"{prefix}.gate", hidden_size, config, build)
         self.experts = Experts(f"{prefix}.experts", hidden_size, config, build)
         self.shared: nn.Module | None = None
         if config.shared_intermediate_size:
             kind = SigmoidGatedMLP if config.shared_gated else GatedMLP
             self.shared = kind(f"{prefix}.{shared}", hidden_size, config.shared_intermediate_size, build)
+        self._fused_slots = self._slots_of_shared(config) if build.fuse_shared and self.shared is not None else 0
+        self.router = Router(f"{prefix}.gate", hidden_size, config, build, always_on=self._fused_slots)
+
+    def _slots_of_shared(self, config: MoeConfig) -> int:
+        """As how many routed experts the shared one can be computed. Raises UsageError where it cannot."""
+        count, rest = divmod(config.shared_intermediate_size, config.intermediate_size)
+        reason = None
+        if not isinstance(self.shared, GatedMLP):
+            reason = "this model's shared expert is gated, and the routed kernels have no gate"
+        elif rest:
+            reason = f"its width {config.shared_intermediate_size} is no multiple of a routed one's, {config.intermediate_size}"
+        elif self.experts.placement.num_ranks > 1:
+            reason = "the routed experts are spread over ranks, and each rank needs the shared one"
+        elif not self.experts.takes(self.shared):
+            reason = f"its weights are kept in another format than the routed ones' {LAYOUTS[self.experts.kept].title}"
+        if reason is not None:
+            raise UsageError(f"--shared-expert fused: {reason}; use overlap, serial or auto")
+        return count
+
+    def finish_load(self) -> None:
+        """A fused shared expert leaves its own matrices for slots behind the routed experts'."""
+        if self._fused_slots and isinstance(self.shared, GatedMLP):
+            self.experts.append(self.shared, self._fused_slots)
+            self.shared = None
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, plan: StreamPlan) -> Tensor:
         """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not."""
