@@ -36,6 +36,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
+    "moonlight-16b-a3b": {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+    },
     "qwen2-57b-a14b": {
         "hidden_size": 256,
         "num_attention_heads": 4,

@@ -32,8 +32,11 @@ SPIN_CYCLES = 2_000_000
 
 @pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("policy", ["overlap", "serial"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2-57b-a14b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, policy) for name in ("deepseek-v3", "qwen2-57b-a14b", "qwen3-30b-a3b") for policy in ("overlap", "serial")]
+    + [("deepseek-v3", "fused"), ("moonlight-16b-a3b", "fused")],
+)
 def test_sound_graphs_pass_and_leave_no_trace(name: str, policy: str, fp8: bool, stack: str) -> None:
     runner = small_runner(name, stack, fp8=fp8, policy=policy)
     capture(runner, SIZES)
