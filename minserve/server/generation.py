@@ -126,4 +126,4 @@ class Generation:
         if choice.stopped_early:
             self._engines.finish(self._request_ids[number], choice.num_tokens)
         length = choice.finish_reason == FinishReason.LENGTH
-        self._clocks[number].end(FinishReason.LENGTH if length else FinishReason.STOP, choice.num_tokens)
+        self._clocks[number].end(FinishReason.LENGTH if length else FinishReason.STOP)

@@ -17,6 +17,7 @@ from minserve.server.bodies import BodyReader
 from minserve.server.exchange import Exchange, open_exchange, preflight
 from minserve.server.front import Front
 from minserve.server.generate import GenerateEndpoints
+from minserve.server.page import Page
 from minserve.server.slow_readers import SlowReaders
 
 log = logging.getLogger("minserve.server")
@@ -37,6 +38,8 @@ class HttpServer(web.Server):
         self._keys = [key.encode() for key in front.config.api_key]
         bodies = BodyReader(front.config.max_body_bytes)
         self._admin = AdminEndpoints(front, bodies)
+        self._page = Page()
+        self._open_paths = _OPEN_PATHS | self._page.paths
         self._routes = _routes(GenerateEndpoints(front, bodies, slow_readers), self._admin)
 
     def __call__(self) -> RequestHandler:
@@ -60,13 +63,15 @@ class HttpServer(web.Server):
         request = exchange.request
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers and self._cors_origins:
             return preflight(exchange)
-        if self._keys and path not in _OPEN_PATHS:
+        if self._keys and path not in self._open_paths:
             self._check_key(request)
         methods = self._routes.get(path)
         if methods is None:
             if path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models/")
                 methods = {"GET": lambda exchange: self._admin.model(exchange, name)}
+            elif path in self._page.paths:
+                methods = {"GET": lambda exchange: self._page.file(exchange, path)}
             else:
                 raise ApiError(404, f"There is no endpoint {path[:200]!r}", code="unknown_path")
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method)

@@ -45,7 +45,8 @@ class Metrics:
             return made
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got an answer.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.generation_tokens = _Tally(f"{prefix}:generation_tokens", "Tokens generated.", model_name)
+        self._registry.register(self.generation_tokens)
         self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens of one choice.", _TOKEN_BUCKETS)
         self.time_per_output_token = histogram(
@@ -75,6 +76,19 @@ class Metrics:
     def own_part(self) -> bytes:
         """What this front has counted itself."""
         return generate_latest(self._registry)
+
+
+class _Tally(Collector):
+    """A counter without the library's locks, for what happens with every token."""
+
+    def __init__(self, name: str, text: str, model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self.value = 0
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=_LABELS)
+        family.add_metric([self._model_name], self.value)
+        yield family
 
 
 class _Histogram(Collector):
@@ -112,6 +126,7 @@ class ChoiceClock:
     def tokens(self, count: int) -> None:
         """`count` new tokens came now."""
         now = time.monotonic()
+        self._metrics.generation_tokens.value += count
         if self._num_tokens:
             self._metrics.inter_token_latency.observe((now - self._last) / count)
         else:
@@ -120,10 +135,9 @@ class ChoiceClock:
         self._last = now
         self._num_tokens += count
 
-    def end(self, finish_reason: str, num_tokens: int) -> None:
-        """The choice ended well; `num_tokens` of its tokens count."""
+    def end(self, finish_reason: str) -> None:
+        """The choice ended well."""
         metrics = self._metrics
-        metrics.generation_tokens.inc(num_tokens)
         metrics.success(finish_reason)
         metrics.e2e_latency.observe(time.monotonic() - self._arrival)
         if self._num_tokens > 1:
@@ -154,6 +168,7 @@ class _EngineCollector(Collector):
             "prefix_cache_hits": ("Prompt tokens found.", sum(rank.prefix_cache_hits for rank in stats)),
             "num_preemptions": ("Requests pushed out for lack of pages.", sum(rank.num_preemptions for rank in stats)),
             "nan_rows": ("Rows of logits that were not finite.", sum(rank.nan_rows for rank in stats)),
+            "mixed_steps": ("Steps that read prompts, with or without decode rows.", sum(rank.mixed_steps for rank in stats)),
         }
         for name, (text, value) in totals.items():
             yield self._labelled(CounterMetricFamily, name, text, None, {"": float(value)})
