@@ -138,27 +138,50 @@ class ModelRunner:
         """Replayed for every other step, up to the logits of those that no other rank takes part in; None: eager as well."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
+        self.low_latency_rows: int | None = None
+        """Where several ranks share the experts: while none has more tokens in a step, each may replay a graph of its own size;
+        None: they replay the same size, in steps of decode rows alone."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
         self._last_done = 0.0
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
-    def launch(self, step: ScheduledStep, *, awaits_masks: bool = False, rows_per_rank: int | None = None) -> InFlight:
+    def launch(
+        self,
+        step: ScheduledStep,
+        *,
+        awaits_masks: bool = False,
+        rows_per_rank: int | None = None,
+        all_decode: bool = True,
+    ) -> InFlight:
         """Start a step. Steps run in the order of their launch; each result must be taken before the next but one is launched.
 
         With `awaits_masks` its forward runs on the device while the host still finds out what its rows may sample: `constrain`.
-        `rows_per_rank`: where several ranks share the experts, the most tokens that any of them has in this step.
+        `rows_per_rank`: where several ranks share the experts, the most tokens that any of them has in this step; `all_decode`:
+        none of them reads a prompt.
         """
         padded = None
         if step.num_decode_rows == len(step.rows):
-            padded = self.graphs.size_for(len(step.rows)) if self.graphs is not None else None
+            padded = self._decode_graph(len(step.rows), rows_per_rank, all_decode)
         elif self.mixed_graphs is not None and rows_per_rank is None:
             padded = self.mixed_graphs.size_for(step.num_tokens)
+        rows_per_rank = rows_per_rank if padded is None else None  # a graph has its own
         return self._start(step, self.batches.stage(step, padded, rows_per_rank=rows_per_rank), padded, awaits_masks)
 
-    def launch_dummy(self, rows_per_rank: int) -> InFlight:
-        """Start a step of one padding row, so that this rank's experts serve the other ranks' tokens."""
+    def launch_dummy(self, rows_per_rank: int, *, all_decode: bool = True) -> InFlight:
+        """Start a step of padding rows, so that this rank's experts serve the other ranks' tokens."""
         step = self.batches.padding(1)
-        return self._start(step, self.batches.stage(step, 1, rows_per_rank=rows_per_rank, masked=True), None, awaits_masks=False)
+        padded = self._decode_graph(1, rows_per_rank, all_decode)
+        rows = rows_per_rank if padded is None else None
+        return self._start(step, self.batches.stage(step, padded or 1, rows_per_rank=rows, masked=True), padded, awaits_masks=False)
+
+    def _decode_graph(self, rows: int, rows_per_rank: int | None, all_decode: bool) -> int | None:
+        """The size to replay for so many decode rows; None: no graph, or not in a step as the ranks agreed on."""
+        if self.graphs is None:
+            return None
+        if rows_per_rank is not None and self.low_latency_rows is None:
+            return self.graphs.size_for(rows_per_rank) if all_decode else None
+        fits = rows_per_rank is None or rows_per_rank <= (self.low_latency_rows or 0)
+        return self.graphs.size_for(rows) if fits else None
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
         read = functools.partial(self._read, step, time.monotonic())
