@@ -5,6 +5,7 @@ Flags, environment and config file are read in cli.py; this module does not know
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,13 @@ def _model_directory(config: Config) -> Path:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"model directory {path} has no config.json")
     return path
+
+
+def kernel_cache_directory(config: Config) -> Path:
+    """Where compiled kernels, and what a start found out about this machine, are kept for the next; it may not be there yet."""
+    if config.kernel_cache:
+        return Path(config.kernel_cache).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minserve" / "kernels"
 
 
 def printable(config: Config) -> dict[str, Any]:

@@ -275,8 +275,7 @@ def engine_environment(config: Config, seat: Seat = ALONE) -> dict[str, str]:
 
 def kernel_cache_variables(config: Config) -> dict[str, str]:
     """Where the kernel compilers keep their results: one folder, so that a second start compiles nothing."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(config.kernel_cache).expanduser().absolute() if config.kernel_cache else caches / "minserve" / "kernels"
+    folder = configuration.kernel_cache_directory(config)
     return {variable: str(folder / name) for variable, name in _COMPILER_CACHES.items()}
 
 

@@ -5,7 +5,9 @@ Imports none of them itself, and knows nothing of what they are used for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 SECONDS = 8.0
@@ -131,6 +134,22 @@ def probe(
 
     with ThreadPoolExecutor(max_workers=max(1, len(libraries))) as pool:
         return tuple(pool.map(judge, libraries))
+
+
+def build_key(library: Library) -> list[str | None]:
+    """What the outcome of its import depends on: its files, torch's and the driver's version, where shared libraries lie."""
+    digest = None
+    for name in library.distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.distribution(name)
+            files = found.read_text("RECORD") or ""
+            digest = f"{name} {found.version} {hashlib.sha256(files.encode()).hexdigest()}"
+            break
+    try:
+        driver: str | None = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        driver = None
+    return [library.module, digest, importlib.metadata.version("torch"), sys.version, driver, os.environ.get("LD_LIBRARY_PATH")]
 
 
 def torch_facts(environment: Mapping[str, str]) -> dict[str, Any]:

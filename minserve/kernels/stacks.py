@@ -13,12 +13,13 @@ from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels
 from minserve.library_probe import DEEP_EP, DEEP_GEMM, FLASHINFER, TRITON, Library, Verdict
+from minserve.remembered import Remembered
 
 StackName = Literal["cpu", "torch-gpu", "hopper", "hopper-ep", "hopper-ep-torch"]
 
 PROBE_SECONDS = 120.0
 """A first import may compile; longer than this and the library counts as broken."""
-
+_IMPORTS = "library-imports"
 
 STACKS: dict[StackName, tuple[Library, ...]] = {
     "cpu": (),
@@ -30,9 +31,21 @@ STACKS: dict[StackName, tuple[Library, ...]] = {
 """The named stacks and what each needs beside torch."""
 
 
-def probe(libraries: Sequence[Library] = STACKS["hopper-ep"]) -> tuple[Verdict, ...]:
-    """A verdict on each, from a child process that imports it."""
-    return library_probe.probe(libraries, seconds=PROBE_SECONDS)
+def probe(libraries: Sequence[Library] = STACKS["hopper-ep"], remembered: Remembered | None = None) -> tuple[Verdict, ...]:
+    """A verdict on each, from a child process that imports it, or from an earlier start that imported the same build.
+
+    A remembered verdict is used up: `open_stack` keeps it again once this process, too, has imported the library. So one that
+    has come to take its process down does so once.
+    """
+    known: dict[str, Verdict] = {}
+    for library in libraries if remembered is not None else ():
+        key = library_probe.build_key(library)
+        if remembered is not None and (kept := remembered.recall(_IMPORTS, key)) is not None:
+            remembered.forget(_IMPORTS, key)
+            known[library.module] = Verdict(**kept)
+    fresh = library_probe.probe([library for library in libraries if library.module not in known], seconds=PROBE_SECONDS)
+    known |= {verdict.library: verdict for verdict in fresh}
+    return tuple(known[library.module] for library in libraries)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +57,9 @@ class Choice:
     verdicts: tuple[Verdict, ...]
 
 
-def choose(name: str, device: torch.device, verdicts: Sequence[Verdict] | None = None) -> Choice:
+def choose(
+    name: str, device: torch.device, verdicts: Sequence[Verdict] | None = None, remembered: Remembered | None = None
+) -> Choice:
     """The stack of that name, or for "auto" the fastest that works here; probes what it needs to know unless told.
 
     Raises UsageError for an unknown name or one of the wrong device, EnvironmentFault when a needed library is unusable.
@@ -56,20 +71,20 @@ def choose(name: str, device: torch.device, verdicts: Sequence[Verdict] | None =
             raise UsageError(f"--stack {name} needs a CUDA device; this one is the CPU (--device cpu)")
         return Choice("cpu", "the device is the CPU", ())
     if name == "auto":
-        return _choose_for_gpu(device, verdicts)
+        return _choose_for_gpu(device, verdicts, remembered)
     chosen = next(known for known in STACKS if known == name)
     if chosen.startswith("hopper") and torch.cuda.get_device_capability(device) != (9, 0):
         raise UsageError(f"--stack {name} needs a Hopper GPU, not {torch.cuda.get_device_name(device)}; use --stack torch-gpu")
-    verdicts = _relevant(chosen, probe(STACKS[chosen]) if verdicts is None else verdicts)
+    verdicts = _relevant(chosen, probe(STACKS[chosen], remembered) if verdicts is None else verdicts)
     broken = [verdict for verdict in verdicts if not verdict.usable]
     if broken:
         raise EnvironmentFault(f"--stack {name}: " + "; ".join(f"{verdict.library} {verdict.detail}" for verdict in broken))
     return Choice(chosen, "asked for", tuple(verdicts))
 
 
-def _choose_for_gpu(device: torch.device, verdicts: Sequence[Verdict] | None) -> Choice:
+def _choose_for_gpu(device: torch.device, verdicts: Sequence[Verdict] | None, remembered: Remembered | None) -> Choice:
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    verdicts = tuple(probe(STACKS["hopper" if hopper else "torch-gpu"]) if verdicts is None else verdicts)
+    verdicts = tuple(probe(STACKS["hopper" if hopper else "torch-gpu"], remembered) if verdicts is None else verdicts)
     if hopper and all(verdict.usable for verdict in _relevant("hopper", verdicts)):
         return Choice("hopper", "a Hopper GPU with every library", verdicts)
     missing = [f"{verdict.library} {verdict.detail}" for verdict in verdicts if not verdict.usable]
@@ -81,6 +96,19 @@ def _choose_for_gpu(device: torch.device, verdicts: Sequence[Verdict] | None) ->
 def _relevant(name: StackName, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     needed = {library.module for library in STACKS[name]}
     return tuple(verdict for verdict in verdicts if verdict.library in needed)
+
+
+def open_stack(name: str, device: torch.device, remembered: Remembered) -> tuple[Choice, Kernels]:
+    """`choose`, then `build`; what imports without harm is remembered. Raises what `choose` raises."""
+    choice = choose(name, device, remembered=remembered)
+    try:
+        kernels = build(choice.name, device)
+    except (ImportError, OSError, AttributeError) as error:
+        raise EnvironmentFault(f"the libraries of the {choice.name} stack do not import together: {error}") from error
+    for library in STACKS[choice.name]:
+        verdict = next(verdict for verdict in choice.verdicts if verdict.library == library.module)
+        remembered.keep(_IMPORTS, library_probe.build_key(library), dataclasses.asdict(verdict))
+    return choice, kernels
 
 
 def resolve(name: str, device: torch.device) -> Kernels:

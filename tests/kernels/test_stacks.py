@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minserve import library_probe
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference, stacks
 from minserve.library_probe import Verdict
+from minserve.remembered import Remembered
 
 GPU = torch.device("cuda")
 
@@ -59,3 +61,55 @@ def test_other_gpus_get_the_stack_without_vendor_libraries(monkeypatch: pytest.M
     assert stacks.choose("auto", GPU, verdicts()).name == "torch-gpu"
     with pytest.raises(UsageError, match="needs a Hopper GPU, not an older GPU"):
         stacks.choose("hopper", GPU, verdicts())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_library_that_imported_without_harm_is_not_tried_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def imports(libraries, seconds):
+        del seconds
+        tried.extend(library.module for library in libraries)
+        return tuple(Verdict(library.module, True, "1.0", "imports") for library in libraries)
+
+    monkeypatch.setattr(library_probe, "probe", imports)
+    monkeypatch.setattr(stacks, "build", lambda *_: reference.cpu())
+    memory = Remembered(tmp_path)
+    choices = [stacks.open_stack("auto", GPU, memory)[0] for _ in range(2)]
+    assert tried == ["triton", "flashinfer", "deep_gemm"]
+    assert choices[0] == choices[1]
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    stacks.open_stack("auto", GPU, memory)
+    assert len(tried) == 6
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_library_that_takes_its_process_down_does_so_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [verdicts()[:3], verdicts("deep_gemm")[:3]]
+    monkeypatch.setattr(library_probe, "probe", lambda libraries, **_: outcomes.pop(0) if libraries else ())
+    memory = Remembered(tmp_path)
+
+    def build(name, device):
+        del device
+        if name == "hopper" and len(outcomes) == 1 and memory_was_used:
+            raise KeyboardInterrupt  # as good as dead
+        return reference.cpu()
+
+    monkeypatch.setattr(stacks, "build", build)
+    memory_was_used = False
+    assert stacks.open_stack("auto", GPU, memory)[0].name == "hopper"
+    memory_was_used = True
+    with pytest.raises(KeyboardInterrupt):
+        stacks.open_stack("auto", GPU, memory)
+    assert stacks.open_stack("auto", GPU, memory)[0].name == "torch-gpu"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_libraries_that_do_not_import_together_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_):
+        raise ImportError("undefined symbol: nothing")
+
+    monkeypatch.setattr(library_probe, "probe", lambda *_, **__: verdicts()[:3])
+    monkeypatch.setattr(stacks, "build", build)
+    with pytest.raises(EnvironmentFault, match="hopper stack do not import together: undefined symbol"):
+        stacks.open_stack("auto", GPU, Remembered(tmp_path))
