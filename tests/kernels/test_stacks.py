@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 
 from minserve import library_probe
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference, stacks
-from minserve.library_probe import Verdict
+from minserve.kernels.interface import Kernels
+from minserve.library_probe import Library, Verdict
 from minserve.remembered import Remembered
 
 GPU = torch.device("cuda")
@@ -64,10 +68,10 @@ def test_other_gpus_get_the_stack_without_vendor_libraries(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_library_that_imported_without_harm_is_not_tried_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_imported_without_harm_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def imports(libraries, seconds):
+    def imports(libraries: Sequence[Library], seconds: float) -> tuple[Verdict, ...]:
         del seconds
         tried.extend(library.module for library in libraries)
         return tuple(Verdict(library.module, True, "1.0", "imports") for library in libraries)
@@ -84,12 +88,12 @@ def test_a_library_that_imported_without_harm_is_not_tried_again(tmp_path, monke
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_library_that_takes_its_process_down_does_so_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_takes_its_process_down_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [verdicts()[:3], verdicts("deep_gemm")[:3]]
     monkeypatch.setattr(library_probe, "probe", lambda libraries, **_: outcomes.pop(0) if libraries else ())
     memory = Remembered(tmp_path)
 
-    def build(name, device):
+    def build(name: str, device: torch.device) -> Kernels:
         del device
         if name == "hopper" and len(outcomes) == 1 and memory_was_used:
             raise KeyboardInterrupt  # as good as dead
@@ -105,8 +109,8 @@ def test_a_library_that_takes_its_process_down_does_so_once(tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("hopper")
-def test_libraries_that_do_not_import_together_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_):
+def test_libraries_that_do_not_import_together_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> Kernels:
         raise ImportError("undefined symbol: nothing")
 
     monkeypatch.setattr(library_probe, "probe", lambda *_, **__: verdicts()[:3])
