@@ -203,7 +203,7 @@ class ModelRunner:
         variant = self._variant(row for row in step.rows if row.samples)
         plan = self.plan(batch)
         if batch.step_kind == "mixed":
-            self._fill_in_tokens(batch)
+            self.fill_in_tokens(batch)
         if graph_size is None:
             sampled = self.forward_and_sample(batch, plan, variant)
         elif batch.step_kind == "mixed":
@@ -301,7 +301,7 @@ class ModelRunner:
         token_ids = self.sampler.last_tokens[batch.sample_slots] if decode else batch.token_ids
         return self.model.forward(token_ids, batch.positions, context)
 
-    def _fill_in_tokens(self, batch: Batch) -> None:
+    def fill_in_tokens(self, batch: Batch) -> None:
         """The decode rows' tokens, which only the device knows, into a mixed batch."""
         decoding = batch.num_decode_rows
         batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]

@@ -1,4 +1,4 @@
-"""Proves captured decode steps before the first request: each replay equals an eager run bit for bit, on few streams.
+"""Proves captured steps before the first request: each replay equals an eager run bit for bit, on few streams.
 
 For each size the unused cache, the padding rows and the graph's outputs are filled with NaN, the inputs are new ones, and the
 graph is replayed twice. Works on pages and slots that nobody has yet, and leaves none of it behind. Reductions here are
@@ -46,10 +46,13 @@ class Trial:
     size: int
     variant: Variant
     real: int
-    """Rows that are no padding."""
+    """Rows, or tokens of a mixed step, that are no padding."""
     seed: int
+    kind: Literal["decode", "mixed"] = "decode"
 
     def __str__(self) -> str:
+        if self.kind == "mixed":
+            return f"the mixed graph of {self.size} tokens ({self.real} filled)"
         return f"the decode graph of batch size {self.size} ({self.variant} sampling, {self.real} rows filled)"
 
 
@@ -70,6 +73,8 @@ def check_graphs(
     if graphs is None:
         return GraphVerdict(0, {})
     trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
+    if runner.mixed_graphs is not None:
+        trials += [Trial(size, "argmax", size - size // 8, len(trials) + size, "mixed") for size in runner.mixed_graphs.sizes]
     before = _copies(runner.sampler, (*_STATE[:-1], *_PARAMETERS))
     try:
         for layer in runner.kv_cache:
@@ -77,7 +82,7 @@ def check_graphs(
         with _poisoned_token(runner.model) as poison:
             for done, trial in enumerate(trials):
                 on_progress(done / len(trials))
-                _check(runner, graphs, trial, poison)
+                _check(runner, trial, poison)
         streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
     finally:
         for layer in runner.kv_cache:
@@ -104,33 +109,47 @@ def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: i
 
 
 @torch.inference_mode()
-def _check(runner: ModelRunner, graphs: DecodeGraphs[Sampled], trial: Trial, poison: int | None) -> None:
+def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
     dice = random.Random(trial.seed)
-    step = _random_step(runner, trial, dice)
+    if trial.kind == "decode":
+        step = _random_step(runner, trial, dice)
+    else:
+        step = _random_mixed_step(runner, trial, dice)
+        trial = dataclasses.replace(trial, real=step.num_tokens)
+    graphs: DecodeGraphs[Any] | None = runner.graphs if trial.kind == "decode" else runner.mixed_graphs
+    assert graphs is not None
     slots = torch.tensor([row.slot for row in step.rows], device=runner.device)
     _set_up_slots(runner.sampler, step, trial.variant, dice)
     if poison is not None:
         runner.sampler.last_tokens[runner.limits.max_num_seqs].fill_(poison)
-    batch = _poison_padding(runner.batches.to_device(runner.batches.stage(step, trial.size)), trial.real)
+    batch = runner.batches.to_device(runner.batches.stage(step, trial.size))
+    if trial.kind == "decode":
+        batch = _poison_padding(batch, trial.real)
+    else:
+        runner.fill_in_tokens(batch)
+        batch.token_ids[trial.real :].fill_(0 if poison is None else poison)
     plan = runner.plan(batch)
     start = _copies(runner.sampler, _STATE)
 
-    def outcome(run: Callable[[], Sampled]) -> dict[str, Tensor]:
+    def outcome(run: Callable[[], Sampled | tuple[Tensor]]) -> dict[str, Tensor]:
         for name, values in start.items():
             getattr(runner.sampler, name).copy_(values)
         _fill_cache(runner, step, trial.seed)
         return _results(run(), runner, batch, slots, trial.real)
 
-    def replay() -> Sampled:
+    def replay() -> Sampled | tuple[Tensor]:
         for tensor in graphs.result(trial.size, trial.variant):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-        return graphs.replay(trial.size, trial.variant)
+        result: Sampled | tuple[Tensor] = graphs.replay(trial.size, trial.variant)
+        return result
+
+    def eager() -> Sampled | tuple[Tensor]:
+        return runner.forward_and_sample(batch, plan, trial.variant) if trial.kind == "decode" else (runner.forward(batch, plan),)
 
     first = outcome(replay)
     _compare(trial, "replayed twice with the same inputs, it does not repeat itself", first, outcome(replay))
-    eager = outcome(lambda: runner.forward_and_sample(batch, plan, trial.variant))
-    _compare(trial, "it does not equal an eager run of the same batch", first, eager)
-    for name in ("hidden", "logits", "KV entries"):
+    _compare(trial, "it does not equal an eager run of the same batch", first, outcome(eager))
+    for name in [name for name in ("hidden", "logits", "KV entries") if name in first]:
         broken = (~first[name].isfinite()).flatten(1).any(1)
         if bool(broken.any()):
             raise SelfCheckFailed(f"{trial}: {name} of {_rows(broken)} are not numbers; padding or unused cache reaches them")
@@ -155,6 +174,31 @@ def _random_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> Sche
             ScheduledRow(request_id=index, slot=slots[index], start=length - 1, num_tokens=1, new_pages=own, samples=True)
         )
     return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=len(rows), num_tokens=len(rows))
+
+
+def _random_mixed_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> ScheduledStep:
+    """Some decode rows, then parts of prompts that have read some tokens before, on random pages."""
+    limits = runner.limits
+    page_size = limits.page_size
+    pages = dice.sample(range(1, limits.num_pages + 1), limits.num_pages)
+    slots = dice.sample(range(limits.max_num_seqs), limits.max_num_seqs)
+    longest = max(1, min(limits.max_model_len - 1, -(-trial.real // 2) + page_size))
+    rows: list[ScheduledRow] = []
+    left, num_decode_rows = trial.real, min(3, limits.max_num_seqs - 1, limits.num_pages - 1)
+    while left and slots and pages:
+        decodes = len(rows) < num_decode_rows
+        start = dice.randrange(min(page_size, longest))
+        most = min(longest - start, len(pages) * page_size - start, left)
+        length = 1 if decodes else max(1, most)
+        own = tuple(pages.pop() for _ in range(-(-(start + length) // page_size)))
+        tokens = () if decodes else tuple(dice.randrange(limits.vocab_size - 1) for _ in range(length))
+        row = ScheduledRow(
+            request_id=len(rows), slot=slots.pop(), start=start, num_tokens=length, token_ids=tokens, new_pages=own, samples=True
+        )
+        rows.append(row)
+        left -= length
+    num_tokens = sum(row.num_tokens for row in rows)
+    return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=min(num_decode_rows, len(rows)), num_tokens=num_tokens)
 
 
 def _set_up_slots(sampler: SamplerState, step: ScheduledStep, variant: Variant, dice: random.Random) -> None:
@@ -218,16 +262,19 @@ def _clear_cache(runner: ModelRunner, step: ScheduledStep) -> None:
         layer[where] = torch.nan
 
 
-def _results(sampled: Sampled, runner: ModelRunner, batch: Batch, slots: Tensor, real: int) -> dict[str, Tensor]:
+def _results(left: Sampled | tuple[Tensor], runner: ModelRunner, batch: Batch, slots: Tensor, real: int) -> dict[str, Tensor]:
     """Copies of all that the step left for its real rows, each [real, ...]."""
     kind, page_size = runner.model.attention_shape, runner.limits.page_size
     places = batch.attention.slot_mapping[:real]
     entries = [_entries(layer, kind, places, page_size) for layer in runner.kv_cache]
+    written = torch.stack(entries, dim=1)
+    if not isinstance(left, Sampled):
+        return {"hidden": left[0][:real].clone(), "KV entries": written}
     return {
-        "hidden": sampled.hidden[:real].clone(),
-        "logits": sampled.logits[:real].clone(),
-        "tokens": sampled.tokens[:real].clone(),
-        "KV entries": torch.stack(entries, dim=1),
+        "hidden": left.hidden[:real].clone(),
+        "logits": left.logits[:real].clone(),
+        "tokens": left.tokens[:real].clone(),
+        "KV entries": written,
         "last tokens": runner.sampler.last_tokens[slots],
         "output index": runner.sampler.output_index[slots],
     }

@@ -105,13 +105,17 @@ def runner_of(model: Any, kernels: Kernels, limits: Limits) -> ModelRunner:
 
 
 def with_graphs(
-    runner: ModelRunner, sizes: tuple[int, ...], recorder: FakeRecorder | None = None, mixed_sizes: tuple[int, ...] = ()
+    runner: ModelRunner,
+    sizes: tuple[int, ...],
+    recorder: FakeRecorder | None = None,
+    mixed_sizes: tuple[int, ...] = (),
+    mixed_recorder: FakeRecorder | None = None,
 ) -> ModelRunner:
     graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder or FakeRecorder(), runner.kernels.forget_graphs)
     graphs.capture()
     mixed = None
     if mixed_sizes:
-        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes, recorder or FakeRecorder(), kind="mixed")
+        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes, mixed_recorder or recorder or FakeRecorder(), kind="mixed")
         mixed.capture()
     runner.use_graphs(graphs, mixed)
     return runner

@@ -373,7 +373,7 @@ def test_a_padded_mixed_step_has_its_padding_in_no_row():
     assert not batch.attention.decode_only
     kept = runner.kv_cache[0][1:].clone()
     with torch.inference_mode():
-        runner._fill_in_tokens(batch)
+        runner.fill_in_tokens(batch)
         sampled = runner.forward_and_sample(batch, None, "argmax")
     assert sampled.tokens.tolist() == [next_token(enumerate(prefix)) for prefix in (prefixes[1], (7, 8, 9))]
     changed = (runner.kv_cache[0][1:] != kept).any(-1).nonzero().tolist()
