@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
@@ -28,6 +29,8 @@ log = logging.getLogger("minserve.server")
 
 LISTEN_BACKLOG = 4096
 """Connections of a burst that may wait to be accepted; the kernel caps it at net.core.somaxconn."""
+UNSENT_BYTES = 1 << 17
+"""What the kernel holds of an answer that its client does not read; without this bound, megabytes."""
 _SWEEP_SECONDS = 1.0
 _ENGINES_LEAVE_WITHIN = 5.0
 _CONNECTIONS_CLOSE_WITHIN = 1.0
@@ -196,6 +199,8 @@ def _url(host: str, port: int) -> str:
 async def _listening(server: HttpServer, listen_socket: socket.socket) -> AsyncIterator[None]:
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=_CONNECTIONS_CLOSE_WITHIN)
     await runner.setup()
+    if sys.platform == "linux":  # accepted sockets inherit it
+        listen_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     try:
         await web.SockSite(runner, listen_socket, backlog=LISTEN_BACKLOG).start()
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import struct
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minserve.server import mailbox
+from minserve.server import app, mailbox
 from minserve.server.slow_readers import SlowReaders
 from tests.server.conftest import Answer, Edge
 
@@ -123,6 +124,28 @@ def test_a_reader_that_stops_is_cut_off_and_holds_nobody_up(endless: Edge, monke
     with pytest.raises(ConnectionError):
         read_to_the_end(slow)
     slow.close()
+
+
+def test_what_a_reader_that_stops_can_pile_up_is_bounded(start_edge: Start) -> None:
+    """The limits as they are: the kernel's buffers on both ends, the writer's, and the unread tokens of one answer."""
+    made = itertools.count()
+
+    def script(_: Any) -> Iterator[int]:
+        while next(made) < 100_000:
+            yield 97
+
+    with start_edge(script, max_model_len=1 << 40) as edge:
+        edge.engine.step_seconds, edge.engine.tokens_per_step = 0.001, 20
+        slow = connect(edge, receive_buffer=2048)
+        slow.sendall(request_bytes(stream=True))
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        edge.wait_for(lambda: edge.engine.num_live == 0, timeout=20)
+        assert edge.metric("aborts_total", cause="slow_reader") == 1
+        buffered = app.UNSENT_BYTES + (1 << 17) + (1 << 16)  # a little is read at the client's end, the writer holds 64 KiB
+        assert next(made) < mailbox.MAX_UNREAD_TOKENS + 64 + buffered / 150 + 500
+        with pytest.raises(ConnectionError):
+            read_to_the_end(slow)
+        slow.close()
 
 
 def test_a_reader_that_stops_at_the_end_is_swept_away() -> None:
