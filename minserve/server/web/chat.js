@@ -28,8 +28,10 @@ function keepingBottom(change) {
   if (atBottom) log.scrollTop = log.scrollHeight;
 }
 
-/** The view of one message; an assistant's grows. */
+/** The view of one message; an assistant's grows, a frame at a time. */
 class MessageView {
+  #grown = new Map(); // node to the text that it is still to get
+
   constructor(role, title) {
     this.node = element("article", { class: `message ${role}` }, element("h3", {}, title));
     this.calls = [];
@@ -43,31 +45,40 @@ class MessageView {
 
   /** Text that belongs to `part`: content, or reasoning, which has a fold of its own. */
   add(part, text) {
-    keepingBottom(() => {
-      if (!this.texts[part]) {
-        const place = this.texts[part] = element("div", { class: "text" });
-        const isReasoning = part === "reasoning";
-        this.node.append(isReasoning ? element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), place) : place);
-      }
-      this.texts[part].append(text);
-    });
+    this.texts[part] ??= part === "reasoning" ? this.#fold(part, "Reasoning", "div") : this.#put(element("div", { class: "text" }));
+    this.#grow(this.texts[part], text);
   }
 
   /** A piece of a tool call, as streams tell it. */
   addCall({ index, id, function: piece = {} }) {
-    const call = this.calls[index] ??= this.#beginCall(id, piece.name);
-    keepingBottom(() => call.code.append(piece.arguments ?? ""));
-  }
-
-  #beginCall(id, name) {
-    const code = element("pre");
-    const fold = element("details", { class: "call" }, element("summary", {}, `Call of ${name}`), code);
-    keepingBottom(() => this.node.append(fold));
-    return { id, name, code, fold };
+    this.calls[index] ??= { id, name: piece.name, code: this.#fold("call", `Call of ${piece.name}`, "pre") };
+    this.#grow(this.calls[index].code, piece.arguments ?? "");
   }
 
   meta(text, isFault = false) {
-    keepingBottom(() => this.node.append(element("p", { class: isFault ? "meta fault" : "meta", role: isFault ? "alert" : null }, text)));
+    this.flush();
+    this.#put(element("p", { class: isFault ? "meta fault" : "meta", role: isFault ? "alert" : null }, text));
+  }
+
+  #put(node) {
+    keepingBottom(() => this.node.append(node));
+    return node;
+  }
+
+  #fold(kind, title, tag) {
+    const inside = element(tag, { class: "text" });
+    this.#put(element("details", { class: kind }, element("summary", {}, title), inside));
+    return inside;
+  }
+
+  #grow(node, text) {
+    if (this.#grown.size === 0) requestAnimationFrame(() => this.flush());
+    this.#grown.set(node, (this.#grown.get(node) ?? "") + text);
+  }
+
+  flush() {
+    keepingBottom(() => this.#grown.forEach((text, node) => node.append(text)));
+    this.#grown.clear();
   }
 }
 
@@ -79,7 +90,7 @@ function summary({ began, first, finish, usage }) {
   const words = [`${count} ${count === 1 ? "token" : "tokens"}`];
   if (thought) words.push(`${thought} of them reasoning`);
   if (first) words.push(`first after ${((first - began) / 1000).toFixed(2)} s`);
-  if (first && count > 1) words.push(`then ${((count - 1) / Math.max(1e-3, seconds)).toFixed(0)} a second`);
+  if (first && count > 1) words.push(`then ${Math.round((count - 1) / Math.max(1e-3, seconds)).toLocaleString("en")} a second`);
   if (finish === "length") words.push("cut off at its most tokens");
   return words.join(" · ");
 }
@@ -203,7 +214,7 @@ export class Chat {
   #offerResults(view) {
     const fields = view.calls.map((call) => {
       const field = element("textarea", { rows: 2, class: "code" });
-      call.fold.append(element("label", {}, `Result of ${call.name}`, field));
+      call.code.after(element("label", {}, `Result of ${call.name}`, field));
       return field;
     });
     const button = element("button", { type: "button", class: "quiet" }, "Send results");
