@@ -127,14 +127,12 @@ def validate(config: Config) -> Config:
 
 def _validate_ranks(config: Config) -> None:
     """Raises UsageError for a group that cannot be."""
-    if config.moe_dispatcher == "deepep":
-        raise UsageError(
-            "--moe-dispatcher deepep: this version has no DeepEP adapter; torch sends the same tokens through torch.distributed"
-        )
     if config.moe_dispatcher == "local" and config.ep_size > 1:
         raise UsageError(f"--moe-dispatcher local sends nothing to other ranks, and --ep-size {config.ep_size} needs that: torch")
-    if config.deepep_mode != "auto":
-        raise UsageError(f"--deepep-mode {config.deepep_mode}: this version has no DeepEP adapter; leave the flag out")
+    if config.deepep_mode != "auto" and (config.ep_size == 1 or config.moe_dispatcher == "torch"):
+        raise UsageError(
+            f"--deepep-mode {config.deepep_mode}: DeepEP moves tokens between ranks, see --ep-size, --moe-dispatcher"
+        )
     if config.ep_size % config.nnodes:
         raise UsageError(
             f"--ep-size {config.ep_size} counts the ranks of all hosts: it must be a multiple of --nnodes {config.nnodes}"

@@ -89,7 +89,7 @@ def test_a_server_error_is_its_sentence_and_its_code(monkeypatch: pytest.MonkeyP
         (["-tp", "8"], "attention is data-parallel here"),
         (["--tensor-parallel-size=8"], "attention is data-parallel here"),
         (["--port"], "--port needs a value"),
-        (["--ep-size", "4", "--moe-dispatcher", "deepep"], "no DeepEP adapter"),
+        (["--ep-size", "4", "--moe-dispatcher", "local"], "sends nothing to other ranks"),
     ],
 )
 def test_refused_words_exit_2_with_one_sentence(words: list[str], said: str) -> None:

@@ -85,7 +85,8 @@ class DeepEPBuffer:
             y, _ = masked_rows(y, counts, room=self._width)
         out, _, receive = self._buffer.low_latency_combine(y, ids, weights, sent, return_recv_hook=True)
         receive()
-        return out[:, : self._hidden_size].contiguous() if self._width != self._hidden_size else out
+        own: Tensor = out[:, : self._hidden_size].contiguous() if self._width != self._hidden_size else out
+        return own
 
     def normal_dispatch(self, x: Tensor, slot_ids: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Any]:
         """x bf16 [T, H], slots int32 [T, k], weights fp32 [T, k]; `rows`: at least all ranks' tokens together.

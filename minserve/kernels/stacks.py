@@ -16,6 +16,7 @@ from minserve.library_probe import DEEP_EP, DEEP_GEMM, FLASHINFER, TRITON, Libra
 from minserve.remembered import Remembered
 
 StackName = Literal["cpu", "torch-gpu", "hopper", "hopper-ep", "hopper-ep-torch"]
+DispatcherName = Literal["auto", "deepep", "torch", "local"]
 
 PROBE_SECONDS = 120.0
 """A first import may compile; longer than this and the library counts as broken."""
@@ -58,20 +59,31 @@ class Choice:
 
 
 def choose(
-    name: str, device: torch.device, verdicts: Sequence[Verdict] | None = None, remembered: Remembered | None = None
+    name: str,
+    device: torch.device,
+    verdicts: Sequence[Verdict] | None = None,
+    remembered: Remembered | None = None,
+    dispatcher: DispatcherName = "local",
 ) -> Choice:
     """The stack of that name, or for "auto" the fastest that works here; probes what it needs to know unless told.
 
-    Raises UsageError for an unknown name or one of the wrong device, EnvironmentFault when a needed library is unusable.
+    `dispatcher`: how tokens reach experts of other ranks; local: there are none. Raises UsageError for an unknown name, one of
+    the wrong device or of another dispatcher, EnvironmentFault when a needed library is unusable.
     """
     if name != "auto" and name not in STACKS:
         raise UsageError(f"--stack must be auto or one of {', '.join(STACKS)}, not {name!r}")
+    if dispatcher == "deepep" and (device.type == "cpu" or name not in ("auto", "hopper-ep")):
+        where = "a CPU (--device cpu)" if device.type == "cpu" else f"--stack {name}"
+        raise UsageError(f"--moe-dispatcher deepep is no choice for {where}; torch is")
+    if dispatcher == "torch" and name == "hopper-ep":
+        raise UsageError("--stack hopper-ep is DeepEP's; with --moe-dispatcher torch it is hopper-ep-torch")
     if device.type == "cpu":
         if name not in ("auto", "cpu"):
             raise UsageError(f"--stack {name} needs a CUDA device; this one is the CPU (--device cpu)")
         return Choice("cpu", "the device is the CPU", ())
     if name == "auto":
-        return _choose_for_gpu(device, verdicts, remembered)
+        alone = _choose_for_gpu(device, verdicts, remembered)
+        return alone if dispatcher == "local" else _choose_for_ranks(alone, dispatcher, remembered)
     chosen = next(known for known in STACKS if known == name)
     if chosen.startswith("hopper") and torch.cuda.get_device_capability(device) != (9, 0):
         raise UsageError(f"--stack {name} needs a Hopper GPU, not {torch.cuda.get_device_name(device)}; use --stack torch-gpu")
@@ -93,14 +105,34 @@ def _choose_for_gpu(device: torch.device, verdicts: Sequence[Verdict] | None, re
     return Choice("torch-gpu", "; ".join(missing) if hopper else "not a Hopper GPU", verdicts)
 
 
+def _choose_for_ranks(alone: Choice, dispatcher: DispatcherName, remembered: Remembered | None) -> Choice:
+    """The stack of a rank on a GPU where an engine alone would take that one."""
+    if alone.name != "hopper":
+        if dispatcher == "deepep":
+            raise EnvironmentFault(f"--moe-dispatcher deepep needs what the hopper stack needs: {alone.reason}")
+        return alone
+    if dispatcher == "torch":
+        return Choice("hopper-ep-torch", "--moe-dispatcher torch", alone.verdicts)
+    known = [verdict for verdict in alone.verdicts if verdict.library == DEEP_EP.module]
+    (verdict,) = known or probe([DEEP_EP], remembered)
+    found = (*(other for other in alone.verdicts if other is not verdict), verdict)
+    if verdict.usable:
+        return Choice("hopper-ep", "a Hopper GPU with every library", found)
+    if dispatcher == "deepep":
+        raise EnvironmentFault(f"--moe-dispatcher deepep: {verdict.library} {verdict.detail}")
+    return Choice("hopper-ep-torch", f"{verdict.library} {verdict.detail}", found)
+
+
 def _relevant(name: StackName, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     needed = {library.module for library in STACKS[name]}
     return tuple(verdict for verdict in verdicts if verdict.library in needed)
 
 
-def open_stack(name: str, device: torch.device, remembered: Remembered) -> tuple[Choice, Kernels]:
+def open_stack(
+    name: str, device: torch.device, remembered: Remembered, dispatcher: DispatcherName = "local"
+) -> tuple[Choice, Kernels]:
     """`choose`, then `build`; what imports without harm is remembered. Raises what `choose` raises."""
-    choice = choose(name, device, remembered=remembered)
+    choice = choose(name, device, remembered=remembered, dispatcher=dispatcher)
     try:
         kernels = build(choice.name, device)
     except (ImportError, OSError, AttributeError) as error:

@@ -15,24 +15,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from minserve.config import Config, model_directory, printable
+from minserve.config import Config, flag_name, model_directory, printable
 from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
 from minserve.kernels import stacks
 from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
-from minserve.models.layers.dispatcher import ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import ExpertPlacement
 from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
-from minserve.runtime import canary, device_memory, forecast, kv_cache, parallel, self_check
+from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
+from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.parallel import Group
@@ -76,18 +78,22 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     directory = model_directory(config)
     model_config = load_model_config(directory)
     backend = choose_backend(config, model_config)
-    prove_same_model(model_config, backend, group)
-    model, report = load(config, directory, model_config, backend, timeline, group)
+    prove_same_model(config, model_config, backend, group)
+    exchange = connect(config, model_config, backend, group)
+    config = config if exchange is None else exchange.adjusted(config)
+    model, report = load(config, directory, model_config, backend, timeline, exchange)
 
     timeline.begin("kv cache")
-    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group.seat.ranks_per_host)
+    group.wait_for_all("loaded")  # the first exchange of tokens must not wait for a rank that still reads
+    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
+    runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
     graphs = capture(config, runner, timeline)
-    checked = prove(config, model, runner, backend.kv_dtype, timeline)
-    info = _describe(config, model, backend, size, report, group) | graphs | {"self_check": checked}
+    checked = prove(config, model, runner, backend.kv_dtype, timeline, group)
+    info = _describe(config, model, backend, size, report, group, exchange) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
@@ -108,31 +114,35 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
         raise EnvironmentFault("--device cuda: torch finds no CUDA device here; use --device cpu")
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    choice = stacks.choose(config.stack, device)
+    dispatcher = config.moe_dispatcher if config.ep_size > 1 and model_config.moe is not None else "local"
+    choice = stacks.choose(config.stack, device, dispatcher=dispatcher)
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     return Backend(device, dtype, kv_dtype, stacks.build(choice.name, device), choice.reason)
 
 
-def prove_same_model(model_config: ModelConfig, backend: Backend, group: Group) -> None:
-    """Raises UsageError when the ranks of the group were given different models, or do not run on CPUs."""
+_EQUAL_SETTINGS = ("max_num_seqs", "chunked_prefill_size", "max_model_len", "cuda_graph_bs", "enforce_eager", "self_check")
+"""They decide which steps the ranks run at start; all have to run the same."""
+
+
+def prove_same_model(config: Config, model_config: ModelConfig, backend: Backend, group: Group) -> None:
+    """Raises UsageError when the ranks of the group were given different models or settings that make them step differently."""
     if group.seat.num_ranks == 1:
         return
-    if backend.device.type != "cpu":
-        raise UsageError(
-            f"--ep-size {group.seat.num_ranks}: in this version experts are spread over ranks on CPUs only; "
-            "on a GPU leave the flag out, or add --device cpu"
-        )
     raw = json.dumps(model_config.raw, sort_keys=True).encode()
-    group.prove_equal({"config.json": hashlib.sha256(raw).hexdigest()[:16], "compute type": str(backend.dtype)})
+    facts = {"config.json": hashlib.sha256(raw).hexdigest()[:16], "compute type": str(backend.dtype)}
+    facts |= {flag_name(name): str(getattr(config, name)) for name in (*_EQUAL_SETTINGS, "deepep_mode")}
+    group.prove_equal(facts | {"--stack": backend.kernels.name})
 
 
-def expert_placement(model_config: ModelConfig, group: Group) -> ExpertPlacement | None:
-    """This rank's experts. Raises UsageError for a number of ranks that the experts cannot be spread over."""
+def connect(config: Config, model_config: ModelConfig, backend: Backend, group: Group) -> Exchange | None:
+    """How this rank reaches the other ranks' experts; None where it has all. Raises UsageError for a number of ranks that the
+    experts cannot be spread over, and what `expert_exchange.connect` raises."""
     if model_config.moe is None or group.collectives is None:
         return None
-    return ExpertPlacement.spread(model_config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
+    placement = ExpertPlacement.spread(model_config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
+    return expert_exchange.connect(config, model_config, placement, backend.kernels.name, backend.device, group)
 
 
 def graph_sizes(config: Config, device: torch.device) -> tuple[int, ...]:
@@ -159,8 +169,10 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
     return {"captured_batch_sizes": list(sizes), "graph_memory_bytes": memory}
 
 
-def prove(config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.dtype, timeline: Timeline) -> dict[str, Any]:
-    """The self-check of --self-check, for /server_info. Raises SelfCheckFailed."""
+def prove(
+    config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.dtype, timeline: Timeline, group: Group
+) -> dict[str, Any]:
+    """The self-check of --self-check, for /server_info; all ranks of the group in step. Raises SelfCheckFailed."""
     if runner.device.type == "cpu":
         return {"verdict": "no graphs on a CPU"}
     if config.self_check == "off":
@@ -168,7 +180,7 @@ def prove(config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.d
         return {"verdict": "off (--self-check off)"}
     timeline.begin("self check")
     began = time.monotonic()
-    errors = canary.check_layers(model, runner.kernels, kv_dtype, config.page_size)
+    errors = canary.check_layers(model, runner.kernels, kv_dtype, config.page_size, group.collectives)
     proven = self_check.check_graphs(runner, config.self_check, timeline.progress)
     verdict = {
         "verdict": "passed" if runner.graphs is not None else f"passed for the kernels; no graphs ({runner.eager_reason})",
@@ -188,15 +200,10 @@ def load(
     model_config: ModelConfig,
     backend: Backend,
     timeline: Timeline,
-    group: Group | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Decoder, LoadReport]:
-    """The model with its weights, of the checkpoint or random ones; of the experts only those of this rank of the group."""
+    """The model with its weights, of the checkpoint or random ones; of the experts only those that the exchange places here."""
     timeline.begin("checkpoint")
-    group = group or parallel.alone()
-    placement = expert_placement(model_config, group)
-    dispatcher = None
-    if placement is not None and group.collectives is not None:
-        dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank)
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(directory)
     formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
@@ -209,11 +216,13 @@ def load(
             backend.kernels,
             backend.dtype,
             backend.device,
-            dispatcher=dispatcher,
-            placement=placement,
+            dispatcher=None if exchange is None else exchange.dispatcher,
+            placement=None if exchange is None else exchange.placement,
             shared_expert=policy,
             lanes=lanes,
         )
+    if exchange is not None:
+        exchange.settle(model)
     timeline.begin("load")
     report = dummy_weights(model, config.seed) if checkpoint is None else load_weights(model, checkpoint, _rate(timeline))
     with kv_cache.refusal_of_memory("the weights' final layout"):
@@ -266,14 +275,26 @@ def shared_expert_policy(
     return "overlap", CudaLanes(device)
 
 
-def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], ranks_per_host: int) -> KVPlan:
+def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], group: Group) -> KVPlan:
+    """As many pages as the rank with the least memory has: the ranks' self-checks take the same steps."""
+    size = _own_cache(config, model, backend, sizes, group)
+    pages = group.least("pages", size.num_pages)
+    if pages == size.num_pages:
+        return size
+    longest = min(size.max_model_len, pages * size.page_size)
+    return msgspec.structs.replace(size, num_pages=pages, max_model_len=longest, limited_by="another rank's memory")
+
+
+def _own_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], group: Group) -> KVPlan:
     per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
     max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
         memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes)
+        group.wait_for_all("measured")  # ranks that share a GPU see each other's memory, and take equal parts of what is left
+        memory //= group.sharers
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
         return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
-    memory, name = _host_memory(config, ranks_per_host)
+    memory, name = _host_memory(config, group.seat.ranks_per_host)
     return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
 
 
@@ -302,7 +323,15 @@ def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_mo
     )
 
 
-def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport, group: Group) -> dict[str, Any]:
+def _describe(
+    config: Config,
+    model: Decoder,
+    backend: Backend,
+    size: KVPlan,
+    report: LoadReport,
+    group: Group,
+    exchange: Exchange | None,
+) -> dict[str, Any]:
     name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
     cache = f"{size.num_pages} pages of {size.page_size} tokens, {gigabytes(size.num_bytes)} (by {size.limited_by})"
     return {
@@ -321,7 +350,7 @@ def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, re
             "decode graphs": " ".join(map(str, graph_sizes(config, backend.device))) or "none",
             "shared expert": model.shared_expert,
             "rank": f"{group.seat.rank} of {group.seat.num_ranks}",
-            "experts": _experts_sentence(model.config, group),
+            "experts": _experts_sentence(model.config, exchange),
         },
         "memory": {
             "weights_bytes": report.bytes_written,
@@ -335,12 +364,12 @@ def _describe(config: Config, model: Decoder, backend: Backend, size: KVPlan, re
     }
 
 
-def _experts_sentence(model_config: ModelConfig, group: Group) -> str:
+def _experts_sentence(model_config: ModelConfig, exchange: Exchange | None) -> str:
     if model_config.moe is None:
         return "none"
     total = model_config.moe.num_experts
-    here = total // group.seat.num_ranks
-    if here == total:
+    if exchange is None:
         return f"all {total} here"
-    first = group.seat.rank * here
-    return f"{first} to {first + here - 1} of {total} here; tokens travel through torch.distributed (gloo)"
+    here = exchange.placement.slots_per_rank
+    first = exchange.placement.rank * here
+    return f"{first} to {first + here - 1} of {total} here; tokens travel through {exchange.name}"

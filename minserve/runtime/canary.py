@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from minserve.errors import SelfCheckFailed
@@ -18,6 +19,7 @@ from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, ExpertWeights, Kernels, kv_page_shape
 from minserve.models.decoder import Decoder, DecoderLayer
 from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.dispatcher import TorchDispatcher
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.mla import MultiHeadLatentAttention
 from minserve.models.layers.moe import MixtureOfExperts
@@ -30,15 +32,24 @@ FP8_TOLERANCE = 0.10
 """The same where FP8 weights meet FP8 activations."""
 
 
-def check_layers(model: Decoder, kernels: Kernels, kv_dtype: torch.dtype, page_size: int) -> dict[str, float]:
-    """The first dense layer, the first with experts and the last: name and step to relative error. Raises SelfCheckFailed."""
+def check_layers(
+    model: Decoder,
+    kernels: Kernels,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> dict[str, float]:
+    """The first dense layer, the first with experts and the last: name and step to relative error. Raises SelfCheckFailed.
+
+    `group`: the ranks that share the experts, which all come here at once; one that takes tensors of the host.
+    """
     errors: dict[str, float] = {}
     for name, index in _chosen(model).items():
         layer = model.layers[index]
         assert isinstance(layer, DecoderLayer)
         fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in layer.parameters())
         bound = FP8_TOLERANCE if fp8 else TOLERANCE
-        for step, error in _compare(model, layer, kernels, kv_dtype, page_size).items():
+        for step, error in _compare(model, layer, kernels, kv_dtype, page_size, group).items():
             errors[f"{name} {step}"] = round(error, 5)
             if not error <= bound:
                 raise SelfCheckFailed(
@@ -57,9 +68,16 @@ def _chosen(model: Decoder) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def _compare(model: Decoder, layer: DecoderLayer, kernels: Kernels, kv_dtype: torch.dtype, page_size: int) -> dict[str, float]:
+def _compare(
+    model: Decoder,
+    layer: DecoderLayer,
+    kernels: Kernels,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    group: torch.distributed.ProcessGroup | None,
+) -> dict[str, float]:
     """Step to error: a prompt, then one more token after it."""
-    twin, table = _twin(layer, kernels)
+    twin, table = _twin(layer, kernels, group)
     weight = layer.input_norm.weight
     generator = torch.Generator(weight.device).manual_seed(1)
     shape = (1 + -(-(PROMPT_TOKENS + 1) // page_size), *kv_page_shape(model.attention_shape, page_size))
@@ -102,13 +120,16 @@ def _one_row(start: int, length: int, page_size: int, device: torch.device) -> A
     )
 
 
-def _twin(layer: DecoderLayer, kernels: Kernels) -> tuple[DecoderLayer, Kernels]:
-    """The layer in fp32 and the kernels that it computes with."""
+def _twin(layer: DecoderLayer, kernels: Kernels, group: torch.distributed.ProcessGroup | None) -> tuple[DecoderLayer, Kernels]:
+    """The layer in fp32 and the kernels that it computes with. Its tokens travel between ranks through the hosts."""
     table = dataclasses.replace(reference.cpu(), experts_flat=_experts_flat)
     memo: dict[int, Any] = {id(kernels): table}
     for module in layer.modules():
         if isinstance(module, Experts):
             memo |= {id(parameter): parameter for parameter in module.parameters()}
+        if isinstance(module, MixtureOfExperts) and group is not None:
+            slots = module.experts.placement.slots_per_rank
+            memo[id(module.dispatcher)] = TorchDispatcher(group, slots, through=torch.device("cpu"))
     twin = copy.deepcopy(layer, memo)
     for module in twin.modules():
         if isinstance(module, Experts):

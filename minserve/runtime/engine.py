@@ -14,6 +14,8 @@ import sys
 import time
 from typing import NoReturn
 
+import torch
+
 from minserve import seat as seats
 from minserve.errors import ExitCode, RankLost, ServerError, UsageError
 from minserve.messages import (
@@ -78,6 +80,7 @@ class Engine:
         self._grammars = grammars
         self._controls = controls
         self._refusals: list[TokenOutput] = []
+        self._most_tokens: int | None = None
         self._published_at = 0.0
         self._leaving = False
 
@@ -108,7 +111,7 @@ class Engine:
             heard = self._receive(wait=idle and not self._agreement.called)
             self._add_compiled()
             # The next step is made and launched before the tokens of the one in flight are known: the device never waits.
-            step = self._scheduler.schedule(time.monotonic())
+            step = self._scheduler.schedule(time.monotonic(), self._most_tokens)
             awaits_masks = step is not None and self._grammars.concern(step)
             agreed = self._agree(step, idle=idle)
             if agreed.stop:
@@ -138,6 +141,8 @@ class Engine:
         calls = self._num_answered + len(self._calls)
         proposal = Proposal(kind, 0 if step is None else step.num_tokens, calls, self._leaving)
         agreed = self._agreement.agree(proposal, lambda: self._publish([], news=False))
+        # A prompt must not stall a rank that only decodes: while there is one, steps stay small enough for its graphs.
+        self._most_tokens = self._runner.low_latency_rows if agreed.someone_only_decodes else None
         while self._num_answered < agreed.num_calls:
             self._num_answered += 1
             self._connection.send(self._controls.answer(self._calls.popleft()))
@@ -148,8 +153,11 @@ class Engine:
         together = self._group.seat.num_ranks > 1
         if step is not None:
             rows = agreed.rows_per_rank if together else None
-            return self._runner.launch(step, awaits_masks=awaits_masks, rows_per_rank=rows)
-        return None if agreed.kind is Kind.IDLE else self._runner.launch_dummy(max(1, agreed.rows_per_rank))
+            all_decode = agreed.kind is Kind.DECODE
+            return self._runner.launch(step, awaits_masks=awaits_masks, rows_per_rank=rows, all_decode=all_decode)
+        if agreed.kind is Kind.IDLE:
+            return None
+        return self._runner.launch_dummy(max(1, agreed.rows_per_rank), all_decode=agreed.kind is Kind.DECODE)
 
     def _wait_for_shutdown(self) -> None:
         """The ranks have agreed to leave: this host's front says so to all of its own, or the end came from another host."""
@@ -236,7 +244,8 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     try:
         if seat.num_ranks > 1:
             timeline.begin("meet the other ranks")
-        group = parallel.join(seat, "gloo", config.watchdog_timeout)
+        on_gpus = config.device != "cpu" and torch.cuda.is_available()
+        group = parallel.join(seat, parallel.GPUS if on_gpus else "gloo", config.watchdog_timeout)
         parts = assemble(config, timeline, group)
         timeline.begin("vocabulary")
         grammars = Grammars(parts.model_config.vocab_size)

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import hmac
 import json
+import logging
 import secrets
 import socket
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -30,6 +32,10 @@ _HELLO_SECONDS = 10.0
 """Whoever connects has so long to say who it is."""
 _TOKEN_BYTES = 16
 _RANK_BYTES = 4
+GPUS = "cpu:gloo,cuda:nccl"
+"""Each kind of tensor has its own way; NCCL's is made at its first use, so that ranks which share a GPU can do without."""
+
+log = logging.getLogger("minserve.runtime")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Group:
     collectives: torch.distributed.ProcessGroup | None
     """None for an engine alone."""
     store: Store | None
+    sharers: int = 1
+    """Ranks of this host that have the same GPU, this one included."""
 
     def prove_equal(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise, RankLost."""
@@ -60,6 +68,14 @@ class Group:
                         f"{theirs.get(name)} on rank {rank}"
                     )
 
+    def least(self, what: str, value: int) -> int:
+        """The smallest of all ranks' values. Raises RankLost."""
+        if self.store is None:
+            return value
+        with self._store_lost():
+            self.store.set(f"{what}/{self.seat.rank}", str(value))
+            return min(int(self.store.get(f"{what}/{rank}")) for rank in range(self.seat.num_ranks))
+
     def wait_for_all(self, what: str) -> None:
         """Returns once every rank has come here, however long that takes. Raises RankLost."""
         if self.store is None:
@@ -76,15 +92,33 @@ class Group:
             raise RankLost(f"rank 0, where the ranks meet, has ended: {error}", 0) from error
 
 
+def claim_gpu(seat: Seat) -> int:
+    """Make the rank's GPU the current one: the ranks of a host take one each. How many ranks of this host have the same."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(seat.local_rank % gpus)
+    if seat.ranks_per_host > gpus:
+        log.warning(
+            "%d ranks share %d GPU%s: right for tests and slow; they need NVIDIA's MPS daemon to run side by side",
+            seat.ranks_per_host,
+            gpus,
+            "" if gpus == 1 else "s",
+        )
+    return len(range(seat.local_rank % gpus, seat.ranks_per_host, gpus))
+
+
 def alone() -> Group:
     """An engine that has all experts."""
     return Group(ALONE, StepAgreement(0, {}), None, None)
 
 
 def join(seat: Seat, backend: str, watchdog_seconds: float) -> Group:
-    """Meet the other ranks; returns once all are there. `backend`: torch.distributed's name. Raises EnvironmentFault."""
+    """Meet the other ranks; returns once all are there. Raises EnvironmentFault.
+
+    `backend`: torch.distributed's name, `GPUS` for ranks that have one each.
+    """
     if seat.num_ranks == 1:
         return alone()
+    sharers = claim_gpu(seat) if backend == GPUS else 1
     try:
         # The socket was bound by launch, so that no port can be lost between its choice and its use.
         store = TCPStore(
@@ -108,7 +142,7 @@ def join(seat: Seat, backend: str, watchdog_seconds: float) -> Group:
     except (RuntimeError, OSError) as error:
         where = f"{seat.address} port {seat.port}"
         raise EnvironmentFault(f"rank {seat.rank} could not meet the {seat.num_ranks} ranks at {where}: {error}") from error
-    return Group(seat, agreement, torch.distributed.group.WORLD, store)
+    return Group(seat, agreement, torch.distributed.group.WORLD, store, sharers)
 
 
 def _connect(seat: Seat, store: Store) -> dict[int, socket.socket]:

@@ -103,15 +103,17 @@ class Scheduler:
 
     # the next step
 
-    def schedule(self, now: float = 0.0) -> ScheduledStep | None:
+    def schedule(self, now: float = 0.0, most_tokens: int | None = None) -> ScheduledStep | None:
         """The next step, or None when nothing can run before the step in flight has retired.
 
-        `now` is on the clock of the requests' `arrival_time`.
+        `now` is on the clock of the requests' `arrival_time`; `most_tokens` is a limit for this step's, and no decode row's.
         """
         number = self._scheduled_step + 1
         rows = list(self._decode_rows(number))
         num_decode_rows = len(rows)
         budget = min(max(1, self.limits.chunked_prefill_size - num_decode_rows), self._pace.tokens(num_decode_rows))
+        if most_tokens is not None:
+            budget = min(budget, max(0, most_tokens - num_decode_rows))
         if budget:
             rows.extend(self._prompt_rows(number, budget, now))
         if not rows:

@@ -1,0 +1,126 @@
+"""How a rank's tokens reach the experts of other ranks: what was asked for and what the model and the machine allow, made one.
+
+Builds the dispatcher and its buffers, once and before any capture. Knows no step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import msgspec
+import torch
+
+from minserve.config import Config
+from minserve.errors import EnvironmentFault, UsageError
+from minserve.kernels import deep_ep_limits
+from minserve.kernels.deep_ep_limits import Abilities
+from minserve.models.config_types import ModelConfig
+from minserve.models.decoder import Decoder
+from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.moe import MixtureOfExperts
+from minserve.runtime.parallel import Group
+
+log = logging.getLogger("minserve.runtime")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """A group's way of moving tokens."""
+
+    name: str
+    placement: ExpertPlacement
+    dispatcher: Dispatcher
+    captured: bool
+    """Whether decode steps that use it can be captured."""
+    low_latency_rows: int | None
+    """Steps in which no rank has more tokens go through low-latency mode, where each rank may replay a graph of its own size;
+    None: all ranks replay the same size."""
+    only_low_latency: bool = False
+    """No step may have more tokens than that."""
+
+    def adjusted(self, config: Config) -> Config:
+        """The settings as far as this way of moving tokens can follow them."""
+        if self.low_latency_rows is not None and self.only_low_latency:
+            config = msgspec.structs.replace(config, chunked_prefill_size=min(config.chunked_prefill_size, self.low_latency_rows))
+        return config if self.captured else msgspec.structs.replace(config, enforce_eager=True)
+
+    def settle(self, model: Decoder) -> None:
+        """Once the model is built: rows travel as FP8 where all experts take them."""
+        if isinstance(self.dispatcher, DeepEPDispatcher):
+            layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+            self.dispatcher.fp8 = all(layer.experts.kept == "fp8_block" for layer in layers)
+
+
+def connect(
+    config: Config, model_config: ModelConfig, placement: ExpertPlacement, stack: str, device: torch.device, group: Group
+) -> Exchange:
+    """All ranks come here at once. Raises UsageError for what was asked for and cannot be, EnvironmentFault."""
+    assert group.collectives is not None and model_config.moe is not None
+    seat = group.seat
+    if stack == "hopper-ep":
+        able = deep_ep_limits.abilities(
+            model_config.hidden_size, model_config.moe.router.top_k, seat.num_ranks, seat.ranks_per_host
+        )
+        for verdict in able.verdicts:
+            log.info("DeepEP: %s", verdict)
+        mode = _mode(config, able)
+        if mode is not None:
+            return _deep_ep(config, model_config, placement, group, able, mode)
+    elif config.deepep_mode != "auto":
+        raise UsageError(f"--deepep-mode {config.deepep_mode}: DeepEP is not used here (stack {stack})")
+    if device.type == "cuda" and seat.ranks_per_host > torch.cuda.device_count():
+        log.warning("ranks share a GPU, which NCCL refuses: tokens travel through the host, and no step is captured")
+        dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank, through=torch.device("cpu"))
+        name = "torch.distributed (gloo, through the host)"
+        return Exchange(name, placement, dispatcher, captured=False, low_latency_rows=None)
+    dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank)
+    library = "NCCL" if device.type == "cuda" else "gloo"
+    return Exchange(f"torch.distributed ({library})", placement, dispatcher, captured=True, low_latency_rows=None)
+
+
+def _mode(config: Config, able: Abilities) -> str | None:
+    """The mode of DeepEP that will be used, "auto" for both; None: not DeepEP. Raises UsageError."""
+    has = {"normal": able.normal, "low_latency": able.low_latency_width is not None}
+    if config.deepep_mode != "auto":
+        if not has[config.deepep_mode]:
+            raise UsageError(f"--deepep-mode {config.deepep_mode}: " + "; ".join(able.verdicts))
+        return config.deepep_mode
+    if all(has.values()):
+        return "auto"
+    if has["low_latency"]:
+        return "low_latency"
+    if config.moe_dispatcher == "deepep":
+        raise UsageError("--moe-dispatcher deepep: " + "; ".join(able.verdicts) + "; use torch, or --deepep-mode normal")
+    log.warning("DeepEP has no low-latency mode for this model: tokens travel through NCCL")
+    return None
+
+
+def _deep_ep(
+    config: Config, model_config: ModelConfig, placement: ExpertPlacement, group: Group, able: Abilities, mode: str
+) -> Exchange:
+    from minserve.kernels.deep_ep_buffer import DeepEPBuffer
+
+    assert group.collectives is not None
+    capacity = deep_ep_limits.capacity(config.max_num_seqs)
+    try:
+        buffer = DeepEPBuffer(
+            group.collectives,
+            hidden_size=model_config.hidden_size,
+            width=able.low_latency_width if mode != "normal" else None,
+            num_slots=placement.slots_per_rank * placement.num_ranks,
+            capacity=capacity,
+            normal=mode != "low_latency",
+        )
+    except (RuntimeError, AssertionError) as error:
+        raise EnvironmentFault(f"DeepEP's buffers could not be made: {error}; --moe-dispatcher torch does without") from error
+    rows = 0 if mode == "normal" else capacity
+    log.info("DeepEP: mode %s, up to %d tokens a rank go through low-latency mode", mode, rows)
+    return Exchange(
+        f"DeepEP ({mode.replace('_', '-')})",
+        placement,
+        DeepEPDispatcher(buffer, placement.num_ranks, rows),
+        captured=mode != "normal",
+        low_latency_rows=rows,
+        only_low_latency=mode == "low_latency",
+    )
