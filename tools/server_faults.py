@@ -41,14 +41,14 @@ def server_faults(sharp_experts: range) -> list[ServerFault]:
     return [
         ServerFault("shared expert zeroed", _shared(0.0), True),
         ServerFault("shared expert doubled", _shared(2.0), True),
-        ServerFault("routed experts zeroed", _routes(lambda *a: _scaled(reference.route(*a), 0.0)), True),
+        ServerFault("routed experts zeroed", _routes(lambda *a: _scaled(reference.choose(*a), 0.0)), True),
         ServerFault("routed experts permuted (each one's next)", _routes(_permuted), True),
-        ServerFault("scale left out", _routes(lambda x, b, c: reference.route(x, b, _but(c, scale=1.0))), True),
-        ServerFault("scale applied twice", _routes(lambda x, b, c: reference.route(x, b, _but(c, scale=c.scale**2))), True),
-        ServerFault("correction bias dropped", _routes(lambda x, _, c: reference.route(x, None, c)), True),
-        ServerFault("group limit ignored", _routes(lambda x, b, c: reference.route(x, b, _but(c, group_score="none"))), True),
+        ServerFault("scale left out", _routes(lambda x, b, c: reference.choose(x, b, _but(c, scale=1.0))), True),
+        ServerFault("scale applied twice", _routes(lambda x, b, c: reference.choose(x, b, _but(c, scale=c.scale**2))), True),
+        ServerFault("correction bias dropped", _routes(lambda x, _, c: reference.choose(x, None, c)), True),
+        ServerFault("group limit ignored", _routes(lambda x, b, c: reference.choose(x, b, _but(c, group_score="none"))), True),
         ServerFault("wrong groups (strided)", _routes(_strided), True),
-        ServerFault("wrong groups (one kept)", _routes(lambda x, b, c: reference.route(x, b, _but(c, top_k_groups=1))), True),
+        ServerFault("wrong groups (one kept)", _routes(lambda x, b, c: reference.choose(x, b, _but(c, top_k_groups=1))), True),
         ServerFault("neox rope", _neox, True),
         ServerFault("stale input row (its neighbour's)", _reads(lambda hidden, _: hidden.roll(1, 0)), True),
         ServerFault("stale input rows (the step before's)", _reads(_last_step), True, decode_only=True),
@@ -56,15 +56,15 @@ def server_faults(sharp_experts: range) -> list[ServerFault]:
         ServerFault("shared expert doubled, in decode only", _shared(2.0), True, decode_only=True),
         ServerFault("shared expert zeroed, last layer", _shared(0.0, LAST), False),
         ServerFault("shared expert doubled, last layer", _shared(2.0, LAST), False),
-        ServerFault("routed experts zeroed, last layer", _routes(lambda *a: _scaled(reference.route(*a), 0.0), LAST), False),
+        ServerFault("routed experts zeroed, last layer", _routes(lambda *a: _scaled(reference.choose(*a), 0.0), LAST), False),
         ServerFault("routed experts permuted, last layer", _routes(_permuted, LAST), False),
-        ServerFault("scale a tenth too large", _routes(lambda *a: _scaled(reference.route(*a), 1.1)), False),
-        ServerFault("bias dropped, last layer", _routes(lambda x, _, c: reference.route(x, None, c), LAST), False),
+        ServerFault("scale a tenth too large", _routes(lambda *a: _scaled(reference.choose(*a), 1.1)), False),
+        ServerFault("bias dropped, last layer", _routes(lambda x, _, c: reference.choose(x, None, c), LAST), False),
         ServerFault("bias in the weights", _routes(_biased_weights), False),
-        ServerFault("weights not normalised", _routes(lambda x, b, c: reference.route(x, b, _but(c, normalize=False))), False),
-        ServerFault("one expert fewer", _routes(lambda x, b, c: reference.route(x, b, _but(c, top_k=c.top_k - 1))), False),
+        ServerFault("weights not normalised", _routes(lambda x, b, c: reference.choose(x, b, _but(c, normalize=False))), False),
+        ServerFault("one expert fewer", _routes(lambda x, b, c: reference.choose(x, b, _but(c, top_k=c.top_k - 1))), False),
         ServerFault(
-            "groups scored by their best", _routes(lambda x, b, c: reference.route(x, b, _but(c, group_score="max"))), False
+            "groups scored by their best", _routes(lambda x, b, c: reference.choose(x, b, _but(c, group_score="max"))), False
         ),
         ServerFault("softmax scale without mscale", _no_mscale, False),
         ServerFault("plain rope instead of YaRN", _no_yarn, False),
@@ -98,10 +98,12 @@ def _shared(factor: float, layers: slice = slice(None)) -> Callable[[AnswerSteps
     return apply
 
 
-def _routes(route: Callable[..., Routed], layers: slice = slice(None)) -> Callable[[AnswerSteps], None]:
+def _routes(choose: Callable[..., Routed], layers: slice = slice(None)) -> Callable[[AnswerSteps], None]:
     def apply(steps: AnswerSteps) -> None:
         for moe in _moe_layers(steps)[layers]:
-            moe.router.kernels = dataclasses.replace(moe.router.kernels, route=route)
+            moe.router.kernels = dataclasses.replace(
+                moe.router.kernels, route=lambda x, weight, bias, config, _: choose(x.float() @ weight.t(), bias, config)
+            )
 
     return apply
 
@@ -111,13 +113,13 @@ def _scaled(routed: Routed, factor: float) -> Routed:
 
 
 def _permuted(logits: Tensor, bias: Tensor, config: RouterConfig) -> Routed:
-    ids, weights = reference.route(logits, bias, config)
+    ids, weights = reference.choose(logits, bias, config)
     return (ids + 1) % logits.shape[-1], weights
 
 
 def _without(expert: int) -> Route:
     def route(logits: Tensor, bias: Tensor, config: RouterConfig) -> Routed:
-        ids, weights = reference.route(logits, bias, config)
+        ids, weights = reference.choose(logits, bias, config)
         return ids, weights.masked_fill(ids == expert, 0.0)
 
     return route
@@ -126,12 +128,12 @@ def _without(expert: int) -> Route:
 def _strided(logits: Tensor, bias: Tensor, config: RouterConfig) -> Routed:
     """Group g is the experts g, g + n_group, ... instead of neighbours."""
     order = torch.arange(logits.shape[-1]).view(-1, config.num_groups).t().flatten()
-    ids, weights = reference.route(logits[:, order], bias[order], config)
+    ids, weights = reference.choose(logits[:, order], bias[order], config)
     return order[ids.long()].to(torch.int32), weights
 
 
 def _biased_weights(logits: Tensor, bias: Tensor, config: RouterConfig) -> Routed:
-    ids, _ = reference.route(logits, bias, config)
+    ids, _ = reference.choose(logits, bias, config)
     weights = (logits.sigmoid() + bias).gather(-1, ids.long())
     return ids, weights / weights.sum(-1, keepdim=True) * config.scale
 

@@ -20,7 +20,16 @@ from torch import Tensor
 from minserve.kernels import torch_gpu, triton_experts, triton_linear
 from minserve.kernels.deep_gemm_products import DeepGemmProducts, Limits
 from minserve.kernels.flashinfer_attention import FlashInferAttention
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, LinearWeight, RouterConfig, kv_page_shape
+from minserve.kernels.interface import (
+    AttentionMetadata,
+    AttentionShape,
+    ExpertWeights,
+    HeadNorms,
+    LinearWeight,
+    RotaryTable,
+    RouterConfig,
+    kv_page_shape,
+)
 from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_grouping import move_rows
 
@@ -210,7 +219,7 @@ def attention_cases(name: str, shape: AttentionShape, rows: int, query: int, len
     size = 2.0 * rows * length * width / 1e9
     per_pair = 2 * shape.head_dim + shape.rope_dim
     flops = 2.0 * shape.num_heads * per_pair * rows * query * (length - query / 2 if query > 1 else length)
-    triton = TritonAttention(torch.cuda.get_device_properties(_DEVICE).multi_processor_count)
+    triton = TritonAttention(_DEVICE)
 
     def make(path: str) -> list[_Call]:
         metadata, pages = attention_metadata([query] * rows, [length] * rows)
@@ -232,19 +241,19 @@ def row_cases(tokens: int) -> Iterator[Case]:
     kernels = torch_gpu.torch_gpu(_DEVICE)
     x, residual = (torch.randn(tokens, 2048, device=_DEVICE, dtype=_BF16) for _ in range(2))
     gain, head_gain = (torch.ones(size, device=_DEVICE, dtype=_BF16) for size in (2048, 128))
-    qkv = torch.randn(tokens, 40, 128, device=_DEVICE, dtype=_BF16)
+    qkv = torch.randn(tokens, 40 * 128, device=_DEVICE, dtype=_BF16)
     table, positions = torch.randn(4096, 128, device=_DEVICE), torch.randint(0, 4096, (tokens,), device=_DEVICE)
+    rotary, norms = RotaryTable(table, interleaved=False), HeadNorms(head_gain, head_gain, 1e-6)
+    shape = AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5)
     cache = torch.zeros(64, 2, 64, 4, 128, device=_DEVICE, dtype=_BF16)
     slots = torch.arange(tokens, device=_DEVICE)
-    logits, wide = torch.randn(tokens, 128, device=_DEVICE), torch.randn(tokens, 256, device=_DEVICE)
+    gates = [torch.randn(experts, 2048, device=_DEVICE) for experts in (128, 256)]
     router, groups = RouterConfig(8, "softmax", normalize=True), RouterConfig(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
     calls: dict[str, _Call] = {
         "add_rms_norm 2048": partial(kernels.add_rms_norm, x, residual, gain, 1e-6),
-        "rms_norm 32 heads": partial(kernels.rms_norm, qkv[:, :32], head_gain, 1e-6),
-        "rotary 32 + 4 heads": partial(kernels.rotary, qkv[:, :32], qkv[:, 32:36], table, positions, False),
-        "write_gqa 4 heads": partial(kernels.write_gqa, qkv[:, 32:36], qkv[:, 36:], cache, slots),
-        "route 128, top 8": partial(kernels.route, logits, None, router),
-        "route 256, 8 groups": partial(kernels.route, wide, wide[0], groups),
+        "gqa_inputs 32 + 4 heads": partial(kernels.gqa_inputs, qkv, norms, rotary, positions, cache, slots, shape),
+        "route 2048 x 128, top 8": partial(kernels.route, x, gates[0], None, router, None),
+        "route 2048 x 256, 8 groups": partial(kernels.route, x, gates[1], gates[1][:, 0].contiguous(), groups, None),
         "quantize 2048": partial(move_rows, x, tokens, quantize=True),
     }
     for name, call in calls.items():

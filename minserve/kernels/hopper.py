@@ -15,10 +15,10 @@ from minserve.kernels.triton_attention import TritonAttention
 
 def hopper(device: torch.device, name: str = "hopper") -> Kernels:
     """The stack's table for one device; owns FlashInfer's workspaces, so make one a process. bf16 models only gain by it."""
-    triton = TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
+    triton = TritonAttention(device)
     attention, products = FlashInferAttention(device, triton), DeepGemmProducts()
     return dataclasses.replace(
-        torch_gpu.build(name, triton),
+        torch_gpu.build(name, device, triton),
         linear=products.linear,
         experts_flat=products.experts_flat,
         experts_masked=products.experts_masked,

@@ -60,6 +60,27 @@ class AttentionShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Root-mean-square norms of each query and key head, before their rotation."""
+
+    q: Tensor
+    """[D]"""
+    k: Tensor
+    """[D]"""
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """The angles of all positions. The first `rot` dims of a head turn, the others pass."""
+
+    cos_sin: Tensor
+    """fp32 [max_positions, rot] = cat(cos, sin)"""
+    interleaved: bool
+    """Pairs (2i, 2i+1), else (i, i + rot/2)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LinearWeight:
     """y = x W^T. `scale` is None for plain weights; FP8 weights carry fp32 [ceil(N/128), ceil(K/128)]: W = weight * scale."""
 
@@ -119,25 +140,27 @@ class Kernels:
     """(x view [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are."""
-    rotary: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-    """(q view [T, Hq, D], k view [T, Hk, D], cos_sin fp32 [max_positions, rot] = cat(cos, sin), positions int64 [T], interleaved)
-    -> new (q, k). Rotates the first `rot` dims of each head; interleaved pairs (2i, 2i+1), else (i, i + rot/2)."""
     silu_and_mul: Callable[[Tensor], Tensor]
     """[..., 2I] (gate | up) -> [..., I]"""
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
     """(x [..., K], weight, bias [N] or None) -> [..., N]"""
-    route: Callable[[Tensor, Tensor | None, RouterConfig], tuple[Tensor, Tensor]]
-    """(logits fp32 [T, E], correction_bias fp32 [E] or None, config) -> (topk_ids int32 [T, k], topk_weights fp32 [T, k]); k:
-    top_k, then the always-on slots E, E + 1, ..."""
+    route: Callable[[Tensor, Tensor, Tensor | None, RouterConfig, Tensor | None], tuple[Tensor, Tensor]]
+    """(x [T, H], weight fp32 [E, H], correction_bias fp32 [E] or None, config, num_tokens int32 [1] or None) -> (topk_ids int32
+    [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... Rows from num_tokens on: -1 and 0."""
     experts_flat: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
     """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed."""
     experts_masked: Callable[..., Tensor]
     """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted. Where
     DeepEP belongs to the stack, a fourth argument may be FP8 rows' scales fp32 [E, M, H / 128], rows fastest."""
-    write_gqa: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """(k view [T, Hkv, D], v view [T, Hkv, D], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T])"""
-    write_mla: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """(latent view [T, R], k_rope view [T, P], cache [pages, page_size, R + P], slot_mapping int64 [T])"""
+    gqa_inputs: Callable[[Tensor, HeadNorms | None, RotaryTable, Tensor, Tensor, Tensor, AttentionShape], Tensor]
+    """(qkv [T, (Hq + 2 Hkv) D], norms, rotary, positions int64 [T], cache [pages, 2, page_size, Hkv, D], slot_mapping int64 [T],
+    shape) -> queries [T, Hq, D], normed and turned; keys (likewise) and values are written to their slots."""
+    mla_inputs: Callable[[Tensor, Tensor, Tensor, float, Tensor, RotaryTable, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(q view [T, Hq, N + P], kv view [T, R + P], latent norm's weight [R], eps, w_uk view [Hq, N, R], rotary, positions int64
+    [T], cache [pages, page_size, R + P], slot_mapping int64 [T]) -> (q_latent [T, Hq, R] = q's first part times w_uk, q_rope
+    [T, Hq, P], turned); the normed latents and turned keys are written to their slots."""
+    heads_linear: Callable[[Tensor, Tensor], Tensor]
+    """(x [T, Hq, K], weight view [Hq, K, N] whose K is contiguous) -> [T, Hq, N], head by head."""
     plan_attention: Callable[[AttentionMetadata, AttentionShape], Any]
     """Host work before the forward, once a step, replays included, on the stream of the forward and outside any capture; its
     result is `ForwardContext.attention_plan` and the next two's last argument. With `metadata.graph` it is one object a size."""

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minserve.kernels.four_bits import widen_int4
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RouterConfig
+from minserve.kernels.interface import (
+    AttentionMetadata,
+    AttentionShape,
+    ExpertWeights,
+    HeadNorms,
+    Kernels,
+    LinearWeight,
+    RotaryTable,
+    RouterConfig,
+)
 
 FP8_BLOCK = 128
 
@@ -80,7 +89,18 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     return F.linear(x, widen(weight.weight, weight.scale, x.dtype), bias)
 
 
-def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, weight: Tensor, correction_bias: Tensor | None, config: RouterConfig, num_tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [T, H] times weight fp32 [E, H] in fp32, then `choose`; rows from num_tokens (int32 [1]) on get id -1 and weight 0."""
+    ids, weights = choose(F.linear(x.float(), weight), correction_bias, config)
+    if num_tokens is None:
+        return ids, weights
+    padded = (torch.arange(x.shape[0], device=x.device) >= num_tokens).unsqueeze(1)
+    return ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+
+
+def choose(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
     """Expert ids int32 [T, k] and weights fp32 [T, k], best choice first; equal choices go to the lower id.
 
     The bias (DeepSeek-V3's noaux_tc) steers the choice and never the weight. Experts outside the kept groups score -inf, so
@@ -155,6 +175,49 @@ def write_mla(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tenso
     """latent view [T, R] and k_rope view [T, P] into cache [pages, page_size, R + P] at slot_mapping int64 [T]."""
     page_size = cache.shape[1]
     cache[slot_mapping // page_size, slot_mapping % page_size] = torch.cat((latent, k_rope), dim=-1).to(cache.dtype)
+
+
+def gqa_inputs(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rotary_table: RotaryTable,
+    positions: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    shape: AttentionShape,
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D]: its normed and turned queries [T, Hq, D]; keys, likewise, and values go to the cache."""
+    heads = qkv.unflatten(-1, (-1, shape.head_dim))
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    q, k = rotary(q, k, rotary_table.cos_sin, positions, rotary_table.interleaved)
+    write_gqa(k, v, cache, slot_mapping)
+    return q
+
+
+def mla_inputs(
+    q: Tensor,
+    kv: Tensor,
+    gain: Tensor,
+    eps: float,
+    w_uk: Tensor,
+    rotary_table: RotaryTable,
+    positions: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """q view [T, Hq, N + P] as (q_latent [T, Hq, R], q_rope [T, Hq, P]); kv view [T, R + P], its latent normed, to the cache."""
+    nope, rank = w_uk.shape[1:]
+    k_rope = kv[:, rank:].unsqueeze(1)
+    q_rope, k_turned = rotary(q[..., nope:], k_rope, rotary_table.cos_sin, positions, rotary_table.interleaved)
+    write_mla(rms_norm(kv[:, :rank], gain, eps), k_turned.squeeze(1), cache, slot_mapping)
+    return heads_linear(q[..., :nope], w_uk), q_rope
+
+
+def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, Hq, K] times each head's weight view [Hq, K, N]: [T, Hq, N]."""
+    return (x.transpose(0, 1) @ weight).transpose(0, 1).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,14 +320,14 @@ def cpu() -> Kernels:
         name="cpu",
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        rotary=rotary,
         silu_and_mul=silu_and_mul,
         linear=linear,
         route=route,
         experts_flat=experts_flat,
         experts_masked=experts_masked,
-        write_gqa=write_gqa,
-        write_mla=write_mla,
+        gqa_inputs=gqa_inputs,
+        mla_inputs=mla_inputs,
+        heads_linear=heads_linear,
         plan_attention=plan_attention,
         gqa_attention=gqa_attention,
         mla_attention=mla_attention,

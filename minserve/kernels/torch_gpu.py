@@ -10,24 +10,23 @@ from minserve.kernels.interface import Kernels
 
 def torch_gpu(device: torch.device) -> Kernels:
     """The stack's table for one device. Nothing in it plans on the host, so one plan serves every step of a shape."""
-    attention = triton_attention.TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
-    return build("torch-gpu", attention)
+    return build("torch-gpu", device, triton_attention.TritonAttention(device))
 
 
-def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
+def build(name: str, device: torch.device, attention: triton_attention.TritonAttention) -> Kernels:
     """The table around a given attention."""
     return Kernels(
         name=name,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
-        rotary=triton_rows.rotary,
         silu_and_mul=triton_rows.silu_and_mul,
         linear=triton_linear.linear,
-        route=triton_router.route,
+        route=triton_router.TritonRouter(device).route,
         experts_flat=triton_experts.experts_flat,
         experts_masked=triton_experts.experts_masked,
-        write_gqa=triton_cache.write_gqa,
-        write_mla=triton_cache.write_mla,
+        gqa_inputs=triton_cache.gqa_inputs,
+        mla_inputs=triton_cache.mla_inputs,
+        heads_linear=triton_cache.heads_linear,
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
         mla_attention=attention.mla,

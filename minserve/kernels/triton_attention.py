@@ -215,8 +215,8 @@ _LONG_PART = 4096
 class TritonAttention:
     """Attention of one device. Owns no workspace: partial results come from the allocator, or the graph's pool."""
 
-    def __init__(self, num_processors: int) -> None:
-        self.num_processors = num_processors
+    def __init__(self, device: torch.device) -> None:
+        self.num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
         """Streaming multiprocessors to keep busy."""
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> TritonPlan:

@@ -1,87 +1,366 @@
-"""Triton kernels that write a step's keys and values into the paged cache (negative slots are skipped) and list its pages."""
+"""Triton kernels between the projections and attention: norms of heads, rotary embedding, the cache's new entries, MLA's
+per-head products; and the list of a step's pages. Negative slots write nothing.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.interface import AttentionShape, HeadNorms, RotaryTable
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
+
 
 @triton.jit
-def _write_pair_kernel(
-    first,
-    second,
-    cache,
+def _rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
+    """For each dim of a head: its angle's number, the dim it turns with, and the sign of that one's share."""
+    half: tl.constexpr = rot // 2
+    if interleaved:
+        first = dims % 2 == 0
+        return dims // 2, tl.where(first, dims + 1, dims - 1), tl.where(first, -1.0, 1.0)
+    first = dims < half
+    return dims % half, tl.where(first, dims + half, dims - half), tl.where(first, -1.0, 1.0)
+
+
+@triton.jit
+def _gqa_inputs_kernel(
+    qkv,
+    q_gain,
+    k_gain,
+    cos_sin,
+    positions,
     slot_mapping,
+    q_out,
+    cache,
+    eps,
+    q_heads,
+    kv_heads,
+    token_stride,
     page_size,
     page_stride,
-    token_stride,
-    second_offset,
-    first_width,
-    second_width,
-    first_inner,
-    second_inner,
-    first_token_stride,
-    first_inner_stride,
-    second_token_stride,
-    second_inner_stride,
-    block_first: tl.constexpr,
-    block_second: tl.constexpr,
+    entry_stride,
+    value_offset,
+    normed: tl.constexpr,
+    head_dim: tl.constexpr,
+    rot: tl.constexpr,
+    interleaved: tl.constexpr,
+    dependent: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_dim: tl.constexpr,
 ):
+    """Some heads of one token, queries first, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    dims = tl.arange(0, block_dim)
+    inside = (head < q_heads + 2 * kv_heads)[:, None] & (dims < head_dim)[None, :]
+    turning = dims < rot
+    angle, partner, sign = _rotation(dims, rot, interleaved)
+    query = head < q_heads
+    value = head >= q_heads + kv_heads
+    if normed:
+        gain = tl.where(
+            query[:, None],
+            tl.load(q_gain + dims, mask=dims < head_dim, other=0.0)[None, :],
+            tl.load(k_gain + dims, mask=dims < head_dim, other=0.0)[None, :],
+        ).to(tl.float32)
+        partner_gain = tl.where(
+            query[:, None],
+            tl.load(q_gain + partner, mask=turning, other=0.0)[None, :],
+            tl.load(k_gain + partner, mask=turning, other=0.0)[None, :],
+        ).to(tl.float32)
+    lead(dependent)
+    follow(dependent)
+    source = qkv + token * token_stride + head[:, None] * head_dim
+    row = cos_sin + tl.load(positions + token) * rot
+    cos = tl.load(row + angle, mask=turning, other=1.0)
+    sin = tl.load(row + rot // 2 + angle, mask=turning, other=0.0) * sign
     slot = tl.load(slot_mapping + token)
-    if slot < 0:
-        return
-    target = cache + (slot // page_size) * page_stride + (slot % page_size) * token_stride
-    i = tl.arange(0, block_first)
-    source = first + token * first_token_stride + (i // first_inner) * first_inner_stride + i % first_inner
-    tl.store(target + i, tl.load(source, mask=i < first_width).to(cache.dtype.element_ty), mask=i < first_width)
-    j = tl.arange(0, block_second)
-    source = second + token * second_token_stride + (j // second_inner) * second_inner_stride + j % second_inner
-    values = tl.load(source, mask=j < second_width).to(cache.dtype.element_ty)
-    tl.store(target + second_offset + j, values, mask=j < second_width)
+    own = tl.load(source + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
+    turned_own = own
+    if normed:
+        factor = tl.rsqrt(tl.sum(own * own, axis=1) / head_dim + eps)[:, None]
+        turned_own = own * factor * gain
+        other = other * factor * partner_gain
+    result = tl.where(value[:, None], own, turned_own * cos[None, :] + other * sin[None, :])
+    target = q_out + (token * q_heads + head[:, None]) * head_dim + dims[None, :]
+    tl.store(target, result.to(q_out.dtype.element_ty), mask=inside & query[:, None])
+    entry = cache + (slot // page_size) * page_stride + (slot % page_size) * entry_stride
+    kv_head = head - q_heads
+    offset = tl.where(value, value_offset + (kv_head - kv_heads) * head_dim, kv_head * head_dim)
+    written = inside & (head >= q_heads)[:, None] & (slot >= 0)
+    tl.store(entry + offset[:, None] + dims[None, :], result.to(cache.dtype.element_ty), mask=written)
 
 
-def _write(
-    first: Tensor, second: Tensor, cache: Tensor, slot_mapping: Tensor, page_size: int, token_stride: int, second_offset: int
-) -> None:
-    """Both tensors as [T, inner blocks, inner]; the last dim contiguous."""
-    if first.shape[0] == 0:
-        return
-    first_width, second_width = first.shape[1] * first.shape[2], second.shape[1] * second.shape[2]
-    _write_pair_kernel[(first.shape[0],)](
-        first,
-        second,
-        cache,
+def gqa_inputs(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rotary: RotaryTable,
+    positions: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    shape: AttentionShape,
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D]: keys and values to their cache slots, the queries returned [T, Hq, D]; one launch."""
+    tokens, heads = qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads
+    q = torch.empty(tokens, shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    block_dim = triton.next_power_of_2(shape.head_dim)
+    block_heads = max(1, min((512 if tokens <= 32 else 2048) // block_dim, triton.next_power_of_2(heads)))
+    _gqa_inputs_kernel[(tokens, triton.cdiv(heads, block_heads))](
+        qkv,
+        qkv if norms is None else norms.q,
+        qkv if norms is None else norms.k,
+        rotary.cos_sin,
+        positions,
         slot_mapping,
-        page_size,
+        q,
+        cache,
+        0.0 if norms is None else norms.eps,
+        shape.num_heads,
+        shape.num_kv_heads,
+        qkv.stride(0),
+        cache.shape[2],
         cache.stride(0),
-        token_stride,
-        second_offset,
-        first_width,
-        second_width,
-        first.shape[2],
-        second.shape[2],
-        first.stride(0),
-        first.stride(1),
-        second.stride(0),
-        second.stride(1),
-        block_first=triton.next_power_of_2(first_width),
-        block_second=triton.next_power_of_2(second_width),
+        cache.stride(2),
+        cache.stride(1),
+        normed=norms is not None,
+        head_dim=shape.head_dim,
+        rot=rotary.cos_sin.shape[1],
+        interleaved=rotary.interleaved,
+        block_heads=block_heads,
+        block_dim=block_dim,
         num_warps=4,
+        **dependent_launch(qkv.device),
     )
+    return q
 
 
-def write_gqa(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """k and v views [T, Hkv, D] into cache [pages, 2, page_size, Hkv, D] at slot_mapping int64 [T]."""
-    _write(k, v, cache, slot_mapping, cache.shape[2], cache.stride(2), cache.stride(1))
+@triton.jit
+def _turn(source, target, position, written, cos_sin, rope: tl.constexpr, interleaved: tl.constexpr, block_rope: tl.constexpr):
+    """The row of `rope` dims at each source pointer, turned, to its target pointer."""
+    dims = tl.arange(0, block_rope)
+    turning = (dims < rope)[None, :]
+    angle, partner, sign = _rotation(dims, rope, interleaved)
+    row = cos_sin + position[:, None] * rope + angle[None, :]
+    cos = tl.load(row, mask=turning, other=1.0)
+    sin = tl.load(row + rope // 2, mask=turning, other=0.0) * sign[None, :]
+    inside = written[:, None] & turning
+    own = tl.load(source[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source[:, None] + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(target[:, None] + dims[None, :], (own * cos + other * sin).to(target.dtype.element_ty), mask=inside)
 
 
-def write_mla(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """latent view [T, R] and k_rope view [T, P] into cache [pages, page_size, R + P] at slot_mapping int64 [T]."""
-    rope = k_rope.unsqueeze(1)
-    _write(latent.unsqueeze(1), rope, cache, slot_mapping, cache.shape[1], cache.stride(1), latent.shape[1])
+@triton.jit
+def _mla_inputs_kernel(
+    q,
+    kv,
+    gain,
+    w_uk,
+    cos_sin,
+    positions,
+    slot_mapping,
+    q_latent,
+    q_rope,
+    cache,
+    eps,
+    tokens,
+    num_heads,
+    q_stride,
+    q_head_stride,
+    kv_stride,
+    w_head_stride,
+    w_nope_stride,
+    page_size,
+    page_stride,
+    entry_stride,
+    nope: tl.constexpr,
+    rank: tl.constexpr,
+    rope: tl.constexpr,
+    interleaved: tl.constexpr,
+    dependent: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_nope: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_rope: tl.constexpr,
+    entry_rows: tl.constexpr,
+):
+    """One head's queries in part of the latent space, for a block of tokens; or, as one more head, their cache entries."""
+    head = tl.program_id(1)
+    first = tl.program_id(0) * block_m
+    if head < num_heads:
+        token = first + tl.arange(0, block_m)
+        real = token < tokens
+        k = tl.arange(0, block_nope)
+        column = tl.program_id(2) * block_n + tl.arange(0, block_n)
+        w = tl.load(
+            w_uk + head.to(tl.int64) * w_head_stride + k[:, None] * w_nope_stride + column[None, :],
+            mask=(k < nope)[:, None] & (column < rank)[None, :],
+            other=0.0,
+        )
+        lead(dependent)
+        follow(dependent)
+        source = q + token.to(tl.int64) * q_stride + head * q_head_stride
+        x = tl.load(source[:, None] + k[None, :], mask=real[:, None] & (k < nope)[None, :], other=0.0)
+        flat = token.to(tl.int64) * num_heads + head
+        product = tl.dot(x, w, input_precision="ieee").to(q_latent.dtype.element_ty)
+        target = q_latent + flat[:, None] * rank + column[None, :]
+        tl.store(target, product, mask=real[:, None] & (column < rank)[None, :])
+        if tl.program_id(2) == 0:
+            position = tl.load(positions + token, mask=real, other=0)
+            _turn(source + nope, q_rope + flat * rope, position, real, cos_sin, rope, interleaved, block_rope)
+    else:
+        latent = tl.arange(0, block_rank)
+        weight = tl.load(gain + latent, mask=latent < rank, other=0.0).to(tl.float32)
+        lead(dependent)
+        follow(dependent)
+        # The entries are few: the programs of this head share them out.
+        for start in range(tl.program_id(2) * entry_rows, block_m, tl.num_programs(2) * entry_rows):
+            row = first + start + tl.arange(0, entry_rows)
+            slot = tl.load(slot_mapping + row, mask=row < tokens, other=-1)
+            entry = cache + (slot // page_size) * page_stride + (slot % page_size) * entry_stride
+            origin = kv + row.to(tl.int64) * kv_stride
+            written = slot >= 0
+            inside = written[:, None] & (latent < rank)[None, :]
+            values = tl.load(origin[:, None] + latent[None, :], mask=inside, other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(values * values, axis=1) / rank + eps)
+            normed = (values * factor[:, None] * weight[None, :]).to(cache.dtype.element_ty)
+            tl.store(entry[:, None] + latent[None, :], normed, mask=inside)
+            place = tl.load(positions + row, mask=row < tokens, other=0)
+            _turn(origin + rank, entry + rank, place, written, cos_sin, rope, interleaved, block_rope)
+
+
+def mla_inputs(
+    q: Tensor,
+    kv: Tensor,
+    gain: Tensor,
+    eps: float,
+    w_uk: Tensor,
+    rotary: RotaryTable,
+    positions: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """q view [T, Hq, N + P] and kv view [T, R + P]: normed latents and turned keys to their cache slots, and the queries
+    against them, q_latent [T, Hq, R] = q's first part times w_uk view [Hq, N, R], and q_rope [T, Hq, P]; one launch."""
+    tokens, heads, _ = q.shape
+    _, nope, rank = w_uk.shape
+    rope = rotary.cos_sin.shape[1]
+    q_latent = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+    q_rope = torch.empty(tokens, heads, rope, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return q_latent, q_rope
+    block_m = 16 if tokens <= 64 else 64
+    block_n = min(128, max(16, triton.next_power_of_2(rank)))
+    _mla_inputs_kernel[(triton.cdiv(tokens, block_m), heads + 1, triton.cdiv(rank, block_n))](
+        q,
+        kv,
+        gain,
+        w_uk,
+        rotary.cos_sin,
+        positions,
+        slot_mapping,
+        q_latent,
+        q_rope,
+        cache,
+        eps,
+        tokens,
+        heads,
+        q.stride(0),
+        q.stride(1),
+        kv.stride(0),
+        w_uk.stride(0),
+        w_uk.stride(1),
+        cache.shape[1],
+        cache.stride(0),
+        cache.stride(1),
+        nope=nope,
+        rank=rank,
+        rope=rope,
+        interleaved=rotary.interleaved,
+        block_m=block_m,
+        block_n=block_n,
+        block_nope=max(16, triton.next_power_of_2(nope)),
+        block_rank=triton.next_power_of_2(rank),
+        block_rope=triton.next_power_of_2(rope),
+        entry_rows=4,
+        num_warps=4,
+        **dependent_launch(q.device),
+    )
+    return q_latent, q_rope
+
+
+@triton.jit
+def _heads_kernel(
+    x,
+    weight,
+    out,
+    tokens,
+    num_heads,
+    w_head_stride,
+    w_out_stride,
+    width: tl.constexpr,
+    out_width: tl.constexpr,
+    dependent: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    lines: tl.constexpr,
+):
+    token = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * block_n + tl.arange(0, block_n)
+    k = tl.arange(0, block_k)
+    rows = weight + head.to(tl.int64) * w_head_stride + column * w_out_stride
+    line = tl.arange(0, lines) * (128 // weight.dtype.element_ty.primitive_bitwidth * 8)
+    fetch_ahead(tl.where((column < out_width)[:, None] & (line < width)[None, :], rows[:, None] + line[None, :], weight))
+    lead(dependent)
+    follow(dependent)
+    source = x + (token.to(tl.int64) * num_heads + head) * width
+    acc = tl.zeros([block_m, block_n], tl.float32)
+    for start in range(0, width, block_k):
+        within = (start + k < width)[None, :]
+        a = tl.load(source[:, None] + start + k[None, :], mask=(token < tokens)[:, None] & within, other=0.0)
+        w = tl.load(rows[:, None] + start + k[None, :], mask=(column < out_width)[:, None] & within, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    flat = (token[:, None].to(tl.int64) * num_heads + head) * out_width + column[None, :]
+    inside = (token < tokens)[:, None] & (column < out_width)[None, :]
+    tl.store(out + flat, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, Hq, K] times each head's weight view [Hq, K, N], whose K is contiguous: [T, Hq, N]."""
+    tokens, heads, width = x.shape
+    out_width = weight.shape[2]
+    out = torch.empty(tokens, heads, out_width, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    block_m = 16 if tokens <= 64 else 64
+    block_n = 32 if tokens <= 16 else 128
+    block_n = max(16, min(block_n, triton.next_power_of_2(out_width)))
+    _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(out_width, block_n))](
+        x,
+        weight,
+        out,
+        tokens,
+        heads,
+        weight.stride(0),
+        weight.stride(2),
+        width=width,
+        out_width=out_width,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=max(16, min(128, triton.next_power_of_2(width))),
+        lines=triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)),
+        num_warps=4 if block_m == 16 else 8,
+        **dependent_launch(x.device),
+    )
+    return out
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton kernels that treat each row, or each head of a row, alone: norms, rotary embedding, SiLU-and-multiply.
+"""Triton kernels that treat each row alone: norms, SiLU-and-multiply.
 
 They know no layer and no step. Statistics are in fp32, results are rounded once, and no caller's tensor is written.
 """
@@ -43,82 +43,6 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
     gain = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     tl.store(out + flat, (wide * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _turn_heads(
-    source,
-    target,
-    token,
-    heads,
-    num_heads,
-    token_stride,
-    head_stride,
-    cos,
-    sin,
-    dims,
-    partner,
-    sign,
-    turning,
-    head_dim: tl.constexpr,
-):
-    inside = (heads < num_heads)[:, None] & (dims < head_dim)[None, :]
-    start = source + token * token_stride + heads[:, None] * head_stride
-    own = tl.load(start + dims[None, :], mask=inside, other=0.0)
-    other = tl.load(start + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
-    turned = own.to(tl.float32) * cos[None, :] + other * (sign * sin)[None, :]
-    flat = (token * num_heads + heads[:, None]) * head_dim + dims[None, :]
-    tl.store(target + flat, turned.to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rotary_kernel(
-    q,
-    k,
-    q_out,
-    k_out,
-    cos_sin,
-    positions,
-    q_heads,
-    k_heads,
-    q_blocks,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    head_dim: tl.constexpr,
-    rot: tl.constexpr,
-    interleaved: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_dim: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    half: tl.constexpr = rot // 2
-    dims = tl.arange(0, block_dim)
-    turning = dims < rot
-    if interleaved:
-        angle = dims // 2
-        first = dims % 2 == 0
-        partner = tl.where(first, dims + 1, dims - 1)
-    else:
-        angle = dims % half
-        first = dims < half
-        partner = tl.where(first, dims + half, dims - half)
-    sign = tl.where(first, -1.0, 1.0)
-    row = cos_sin + tl.load(positions + token) * rot
-    cos = tl.load(row + angle, mask=turning, other=1.0)
-    sin = tl.load(row + half + angle, mask=turning, other=0.0)
-    if block < q_blocks:
-        heads = block * block_heads + tl.arange(0, block_heads)
-        _turn_heads(
-            q, q_out, token, heads, q_heads, q_token_stride, q_head_stride, cos, sin, dims, partner, sign, turning, head_dim
-        )
-    else:
-        heads = (block - q_blocks) * block_heads + tl.arange(0, block_heads)
-        _turn_heads(
-            k, k_out, token, heads, k_heads, k_token_stride, k_head_stride, cos, sin, dims, partner, sign, turning, head_dim
-        )
 
 
 @triton.jit
@@ -178,41 +102,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed."""
     return _norm(x, residual, weight, eps)
-
-
-def rotary(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """New (q, k): the first `rot` dims of each head turned by the angles of their token's position; one launch for both."""
-    tokens, q_heads, head_dim = q.shape
-    k_heads = k.shape[1]
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    if tokens == 0:
-        return q_out, k_out
-    block_dim = triton.next_power_of_2(head_dim)
-    block_heads = max(1, min(2048 // block_dim, triton.next_power_of_2(max(q_heads, k_heads))))
-    q_blocks, k_blocks = triton.cdiv(q_heads, block_heads), triton.cdiv(k_heads, block_heads)
-    _rotary_kernel[(tokens, q_blocks + k_blocks)](
-        q,
-        k,
-        q_out,
-        k_out,
-        cos_sin,
-        positions,
-        q_heads,
-        k_heads,
-        q_blocks,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        head_dim=head_dim,
-        rot=cos_sin.shape[1],
-        interleaved=interleaved,
-        block_heads=block_heads,
-        block_dim=block_dim,
-        num_warps=4,
-    )
-    return q_out, k_out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

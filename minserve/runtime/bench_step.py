@@ -26,7 +26,6 @@ from torch import Tensor
 from minserve import roofline
 from minserve.config import Config
 from minserve.errors import ServerError, UsageError
-from minserve.kernels.interface import RouterConfig
 from minserve.models.decoder import Decoder
 from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
@@ -313,8 +312,8 @@ def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
     counts: list[Tensor] = []
     table = runner.kernels
 
-    def counting(logits: Tensor, bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
-        ids, weights = table.route(logits, bias, config)
+    def counting(*inputs: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = table.route(*inputs)
         counts.append(ids.unique().numel() * torch.ones(()))
         return ids, weights
 

@@ -28,7 +28,7 @@ SHAPES = {
 def attention(path: str):
     from minserve.kernels.triton_attention import TritonAttention
 
-    triton = TritonAttention(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    triton = TritonAttention(DEVICE)
     if path == "triton":
         return triton
     from minserve.kernels.flashinfer_attention import FlashInferAttention

@@ -12,7 +12,15 @@ from gpu.kernel_samples import DEVICE, cache, choices, expert_weights, fp8, norm
 from gpu.test_attention import SHAPES, queries
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, LinearWeight, RouterConfig
+from minserve.kernels.interface import (
+    AttentionMetadata,
+    AttentionShape,
+    HeadNorms,
+    Kernels,
+    LinearWeight,
+    RotaryTable,
+    RouterConfig,
+)
 
 
 def replays_equal_eager(call: Callable[[], Tensor], change: Callable[[], None]) -> None:
@@ -96,7 +104,7 @@ def test_attention(name: str, rows: int, path: str) -> None:
 
     shape = SHAPES[name]
     if path == "flashinfer":
-        attention = FlashInferAttention(DEVICE, TritonAttention(132), least_mla_rows=1)
+        attention = FlashInferAttention(DEVICE, TritonAttention(DEVICE), least_mla_rows=1)
         plan_attention, gqa, mla = attention.plan, attention.gqa, attention.mla
     else:
         kernels = stacks.build(path, DEVICE)
@@ -144,19 +152,18 @@ def test_a_whole_layer(kernels: Kernels, kind: str, rows: int) -> None:
     qkv, output, experts = linear(5120, hidden_size), linear(hidden_size, 4096), expert_weights(32, hidden_size, 768, kind)
     gate, gain, head_gain = normal(32, hidden_size, dtype=torch.float32), normal(hidden_size), normal(128)
     angles = torch.rand(1024, 64, device=DEVICE)
-    table, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    rotary, norms = RotaryTable(torch.cat((angles.cos(), angles.sin()), 1), False), HeadNorms(head_gain, head_gain, 1e-6)
+    positions = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     router = RouterConfig(8, "softmax", normalize=True)
     plans = [kernels.plan_attention(static.metadata, shape)]
 
     def call() -> Tensor:
         normed, residual = kernels.add_rms_norm(x, x, gain, 1e-6)
-        fused = kernels.linear(normed, qkv, None).unflatten(1, (40, 128))
-        q, k = kernels.rms_norm(fused[:, :32], head_gain, 1e-6), kernels.rms_norm(fused[:, 32:36], head_gain, 1e-6)
-        q, k = kernels.rotary(q, k, table, positions, False)
-        kernels.write_gqa(k, fused[:, 36:], static.layer, static.metadata.slot_mapping)
+        fused = kernels.linear(normed, qkv, None)
+        q = kernels.gqa_inputs(fused, norms, rotary, positions, static.layer, static.metadata.slot_mapping, shape)
         context = kernels.gqa_attention(q, static.layer, static.metadata, shape, plans[0]).flatten(1)
         normed, residual = kernels.add_rms_norm(kernels.linear(context, output, None), residual, gain, 1e-6)
-        ids, shares = kernels.route(kernels.linear(normed.float(), LinearWeight(gate), None), None, router)
+        ids, shares = kernels.route(normed, gate, None, router, None)
         return kernels.experts_flat(normed, ids, shares, experts) + residual
 
     def change() -> None:

@@ -138,6 +138,6 @@ def _shapes_only() -> Kernels:
         experts_flat=experts_flat,
         gqa_attention=lambda q, *_: torch.empty_like(q),
         mla_attention=lambda q, *_: torch.empty_like(q),
-        write_gqa=lambda *_: None,
-        write_mla=lambda *_: None,
+        gqa_inputs=lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-1].num_heads, rest[-1].head_dim),
+        mla_inputs=lambda q, *rest: (q.new_empty(*q.shape[:2], rest[3].shape[2]), q[..., rest[3].shape[1] :]),
     )

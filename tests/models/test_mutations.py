@@ -59,6 +59,11 @@ def _set(path: str, value: Any) -> Mutation:
     return Mutation(config=change)
 
 
+def _route(choose: Callable[..., Any]) -> Mutation:
+    """A router whose logits become a choice by `choose`(logits, bias, config)."""
+    return _kernel(route=lambda x, weight, bias, config, _: choose(x.float() @ weight.t(), bias, config))
+
+
 def _kernel(**replacements: Callable[..., Any]) -> Mutation:
     return Mutation(kernels=lambda kernels: dataclasses.replace(kernels, **replacements))
 
@@ -79,7 +84,7 @@ def _swap_halves(w13: torch.Tensor) -> torch.Tensor:
     return torch.cat(w13.chunk(2, dim=-2)[::-1], dim=-2)
 
 
-def _zero_mask_route(logits, bias, config):
+def _zero_mask_choice(logits, bias, config):
     """Dropped groups score 0.0, as a choice of positive scores would allow."""
     scores = logits.sigmoid()
     grouped = (scores + bias).unflatten(-1, (config.num_groups, -1))
@@ -90,9 +95,9 @@ def _zero_mask_route(logits, bias, config):
     return ids.to(torch.int32), weights / weights.sum(-1, keepdim=True) * config.scale
 
 
-def _biased_weights_route(logits, bias, config):
+def _biased_weights_choice(logits, bias, config):
     """Weights from the scores that steer the choice."""
-    ids, _ = reference.route(logits, bias, config)
+    ids, _ = reference.choose(logits, bias, config)
     weights = (logits.sigmoid() + bias).gather(-1, ids.long())
     return ids, weights / weights.sum(-1, keepdim=True) * config.scale
 
@@ -106,15 +111,33 @@ def _other_head_groups(q, cache, metadata, shape, plan):
     return result
 
 
-def _unturned(q, k, cos_sin, positions, interleaved):
-    del cos_sin, positions, interleaved
-    return q.contiguous(), k.contiguous()
+def _inputs(gqa: Callable[..., Any], mla: Callable[..., Any]) -> Mutation:
+    return _kernel(gqa_inputs=gqa, mla_inputs=mla)
 
 
-def _late_positions(q, k, cos_sin, positions, interleaved):
-    return reference.rotary(q, k * 1.0, cos_sin, (positions - 1).clamp(min=0), interleaved)[0], reference.rotary(
-        q, k, cos_sin, positions, interleaved
-    )[1]
+def _unturned(compute, table_at):
+    def inputs(*arguments):
+        table = arguments[table_at]
+        half = table.cos_sin.shape[1] // 2
+        still = torch.cat((torch.ones_like(table.cos_sin[:, :half]), torch.zeros_like(table.cos_sin[:, half:])), dim=1)
+        changed = list(arguments)
+        changed[table_at] = dataclasses.replace(table, cos_sin=still)
+        return compute(*changed)
+
+    return inputs
+
+
+def _late_queries(compute, positions_at):
+    """The queries of the position before; the cache, written last, is right."""
+
+    def inputs(*arguments):
+        changed = list(arguments)
+        changed[positions_at] = (arguments[positions_at] - 1).clamp(min=0)
+        late = compute(*changed)
+        compute(*arguments)
+        return late
+
+    return inputs
 
 
 def _sees_next(metadata, shape):
@@ -128,8 +151,8 @@ def _page_off_by_one(metadata, shape):
     return reference.plan_attention(dataclasses.replace(metadata, page_table=metadata.page_table + 1), shape)
 
 
-def _slot_off_by_one(latent, k_rope, cache, slots):
-    reference.write_mla(latent, k_rope, cache, slots - 1)
+def _slot_off_by_one(*arguments):
+    return reference.mla_inputs(*arguments[:-1], arguments[-1] - 1)
 
 
 def _no_shared(model: Decoder) -> None:
@@ -176,8 +199,8 @@ _anywhere = {
     "routed experts zeroed": _weights("experts.w2", torch.zeros_like),
     "every second expert zeroed": _weights("experts.w2", lambda w: w * (torch.arange(len(w)) % 2).view(-1, 1, 1)),
     "router rows permuted": _weights("router.weight", lambda w: w.roll(1, dims=0)),
-    "no rotation": _kernel(rotary=_unturned),
-    "queries one position late": _kernel(rotary=_late_positions),
+    "no rotation": _inputs(_unturned(reference.gqa_inputs, 2), _unturned(reference.mla_inputs, 5)),
+    "queries one position late": _inputs(_late_queries(reference.gqa_inputs, 3), _late_queries(reference.mla_inputs, 6)),
     "not causal": _kernel(plan_attention=_sees_next),
     "page table off by one": _kernel(plan_attention=_page_off_by_one),
     "norm weights left out": _weights("post_norm.weight", torch.ones_like),
@@ -189,7 +212,7 @@ _latent = {
     "neox rotation": _set("rope.interleaved", False),
     "latent norm weight left out": Mutation(model=_untrained_norm),
     "heads of kv_b permuted": _weights("kv_b.weight", lambda w: w.roll(w.shape[0] // 4, dims=0)),
-    "cache slot off by one": _kernel(write_mla=_slot_off_by_one),
+    "cache slot off by one": _kernel(mla_inputs=_slot_off_by_one),
     "shared expert zeroed": Mutation(model=_no_shared),
     "shared expert doubled": _weights("shared.down.weight", lambda w: 2 * w),
     "gate and up swapped in the shared expert": _weights("shared.gate_up.weight", _swap_halves),
@@ -206,7 +229,7 @@ _sigmoid = {
     "no scale": _set("moe.router.scale", 1.0),
     "scale twice": _scale_twice,
     "no correction bias": _weights("router.correction_bias", torch.zeros_like),
-    "weights from biased scores": _kernel(route=_biased_weights_route),
+    "weights from biased scores": _route(_biased_weights_choice),
     "weights not normalised": _set("moe.router.normalize", False),
     "softmax scores": _set("moe.router.scoring", "softmax"),
 }
@@ -229,7 +252,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         **_stretched,
         **_sigmoid,
         **_grouped,
-        "groups masked with 0.0": _kernel(route=_zero_mask_route),
+        "groups masked with 0.0": _route(_zero_mask_choice),
         "groups scored by their best": _set("moe.router.group_score", "max"),
     },
     "deepseek_v3": {"neox rotation": _latent["neox rotation"], "no mscale in the softmax": _plain_scale, **_sigmoid},

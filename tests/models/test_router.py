@@ -12,7 +12,7 @@ from logit_comparison import prompt
 from paged_steps import load
 
 from minserve.kernels.interface import RouterConfig
-from minserve.kernels.reference import route
+from minserve.kernels.reference import choose
 
 NOAUX = RouterConfig(top_k=4, scoring="sigmoid", num_groups=4, top_k_groups=2, group_score="top2_sum", normalize=True, scale=2.5)
 LIMITED = RouterConfig(top_k=3, scoring="softmax", num_groups=4, top_k_groups=2, group_score="max", scale=16.0)
@@ -23,7 +23,7 @@ def test_dropped_groups_never_win_over_negative_choices():
     """All choices of the kept group are negative; a mask of 0.0 would prefer the dropped ones."""
     config = RouterConfig(top_k=2, scoring="sigmoid", num_groups=4, top_k_groups=1, group_score="top2_sum", normalize=True)
     logits = torch.tensor([[-1.0, -1.0, 2.0, 1.0, -2.0, 0.0, 1.0, -3.0]])
-    ids, weights = route(logits, torch.full((8,), -1.0), config)
+    ids, weights = choose(logits, torch.full((8,), -1.0), config)
     assert ids.tolist() == [[2, 3]]
     assert weights.sum() == pytest.approx(1.0)
 
@@ -31,20 +31,20 @@ def test_dropped_groups_never_win_over_negative_choices():
 def test_softmax_underflow_in_a_kept_group_stays_in_it():
     """The kept group's second expert has probability zero: as much as a mask of 0.0 gives to the dropped groups."""
     config = RouterConfig(top_k=2, scoring="softmax", num_groups=2, top_k_groups=1, group_score="max")
-    ids, _ = route(torch.tensor([[1.0, 2.0, 900.0, -900.0]]), None, config)
+    ids, _ = choose(torch.tensor([[1.0, 2.0, 900.0, -900.0]]), None, config)
     assert ids.tolist() == [[2, 3]]
 
 
 def test_ties_go_to_the_lower_id():
     for config in (NOAUX, LIMITED, GREEDY):
-        ids, _ = route(torch.zeros(3, 16), torch.zeros(16) if config.scoring == "sigmoid" else None, config)
+        ids, _ = choose(torch.zeros(3, 16), torch.zeros(16) if config.scoring == "sigmoid" else None, config)
         assert ids.tolist() == [list(range(config.top_k))] * 3
 
 
 def test_the_bias_steers_the_choice_and_not_the_weight():
     config = RouterConfig(top_k=1, scoring="sigmoid", scale=2.5)
     logits = torch.tensor([[3.0, 0.0]])
-    ids, weights = route(logits, torch.tensor([0.0, 1.0]), config)
+    ids, weights = choose(logits, torch.tensor([0.0, 1.0]), config)
     assert ids.tolist() == [[1]]
     assert weights.item() == pytest.approx(0.5 * 2.5)
 
@@ -55,8 +55,8 @@ def test_biases_that_bf16_cannot_tell_apart_change_the_choice(tiny, dtype):
     step = 2.0**-9
     config = RouterConfig(top_k=8, scoring="sigmoid", num_groups=8, top_k_groups=4, group_score="top2_sum", normalize=True)
     bias = 1.0 + step * torch.randperm(64, generator=torch.Generator().manual_seed(0)) / 64
-    ids, _ = route(torch.zeros(1, 64), bias, config)
-    assert set(ids[0].tolist()) != set(route(torch.zeros(1, 64), bias.bfloat16().float(), config)[0][0].tolist())
+    ids, _ = choose(torch.zeros(1, 64), bias, config)
+    assert set(ids[0].tolist()) != set(choose(torch.zeros(1, 64), bias.bfloat16().float(), config)[0][0].tolist())
     groups = sorted(range(8), key=lambda group: -bias[8 * group : 8 * group + 8].topk(2).values.sum())[:4]
     kept = [expert for group in groups for expert in range(8 * group, 8 * group + 8)]
     assert ids[0].tolist() == sorted(kept, key=lambda expert: -bias[expert])[:8]
@@ -112,7 +112,7 @@ def test_one_chosen_expert_keeps_its_score(tiny):
     checkpoint = tiny("deepseek_v3_small")
     config = RouterConfig(top_k=1, scoring="sigmoid", scale=2.5)
     logits = torch.tensor([[0.3, -0.2]])
-    assert route(logits, torch.zeros(2), config)[1].item() == pytest.approx(2.5 * torch.tensor(0.3).sigmoid().item())
+    assert choose(logits, torch.zeros(2), config)[1].item() == pytest.approx(2.5 * torch.tensor(0.3).sigmoid().item())
     theirs = checkpoint.reference.model.layers[1].mlp.gate
     hidden = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     kept = theirs.top_k
@@ -176,7 +176,7 @@ def _cases(draw):
 def test_route_is_the_plain_rule(case):
     config, logits, bias = case
     before = logits.clone()
-    ids, weights = route(logits, None if bias is None else torch.tensor(bias), config)
+    ids, weights = choose(logits, None if bias is None else torch.tensor(bias), config)
     assert ids.dtype == torch.int32
     assert weights.dtype == torch.float32
     assert torch.equal(logits, before)

@@ -55,9 +55,10 @@ def unweighted(x, slot_ids, weights, experts):
     return reference.experts_flat(x, slot_ids, torch.ones_like(weights), experts)
 
 
-def no_rotation(q, k, cos_sin, positions, interleaved):
-    del cos_sin, positions, interleaved
-    return q.clone(), k.clone()
+def no_rotation(q, kv, gain, eps, w_uk, rotary, *rest):
+    half = rotary.cos_sin.shape[1] // 2
+    still = torch.cat((torch.ones_like(rotary.cos_sin[:, :half]), torch.zeros_like(rotary.cos_sin[:, half:])), dim=1)
+    return reference.mla_inputs(q, kv, gain, eps, w_uk, dataclasses.replace(rotary, cos_sin=still), *rest)
 
 
 def unscaled(x, weight, eps):
@@ -70,7 +71,7 @@ def unscaled(x, weight, eps):
     [
         ({"silu_and_mul": swapped_silu}, "layer 0 (dense layer)"),
         ({"experts_flat": unweighted}, "layer 1 (expert layer)"),
-        ({"rotary": no_rotation}, "layer 0 (dense layer)"),
+        ({"mla_inputs": no_rotation}, "layer 0 (dense layer)"),
         ({"rms_norm": unscaled}, "layer 0 (dense layer)"),
     ],
 )

@@ -159,9 +159,9 @@ def test_an_unwritten_cache_entry_is_noticed(tiny_dir):
     """Written when the step runs eagerly, forgotten when it is replayed."""
     writing = []
 
-    def write(latent, rope, cache, slots):
-        if not writing:
-            reference.write_mla(latent, rope, cache, slots)
+    def write(*inputs):
+        *others, cache, slots = inputs
+        return reference.mla_inputs(*others, cache.clone() if writing else cache, slots)
 
     class Forgets(FakeGraph):
         def replay(self):
@@ -169,7 +169,9 @@ def test_an_unwritten_cache_entry_is_noticed(tiny_dir):
             super().replay()
             writing.clear()
 
-    runner = checked_runner(tiny_dir("deepseek_v3_small"), sizes=(6,), recorder=FakeRecorder(graph_type=Forgets), write_mla=write)
+    runner = checked_runner(
+        tiny_dir("deepseek_v3_small"), sizes=(6,), recorder=FakeRecorder(graph_type=Forgets), mla_inputs=write
+    )
     assert "does not equal an eager run" in refusal(runner)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape
+from minserve.kernels.interface import AttentionShape, HeadNorms
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import GqaConfig
 from minserve.models.forward_context import ForwardContext
@@ -37,12 +37,11 @@ class GroupedQueryAttention(nn.Module):
         self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], q_rows, build, bias=config.output_bias)
 
     def forward(self, hidden: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv.split(self.qkv(hidden)))
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k, positions)
-        cache = ctx.kv_cache[self.layer]
-        self.kernels.write_gqa(k, v, cache, ctx.attention.slot_mapping)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        cache, slots = ctx.kv_cache[self.layer], ctx.attention.slot_mapping
+        q = self.kernels.gqa_inputs(self.qkv(hidden), norms, self.rotary.table, positions, cache, slots, self.shape)
         result = self.kernels.gqa_attention(q, cache, ctx.attention, self.shape, ctx.attention_plan)
         output: Tensor = self.output(result.flatten(1))
         return output

@@ -66,13 +66,19 @@ class MultiHeadLatentAttention(nn.Module):
         q, kv = self.down.split(self.down(hidden))
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
-        q_nope, q_rope = q.unflatten(-1, (config.num_heads, -1)).split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        latent, k_rope = kv.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q_rope, k_turned = self.rotary(q_rope, k_rope.unsqueeze(1), positions)
-        cache = ctx.kv_cache[self.layer]
-        self.kernels.write_mla(self.kv_a_norm(latent), k_turned.squeeze(1), cache, ctx.attention.slot_mapping)
-        q_latent = (q_nope.transpose(0, 1) @ self.w_uk).transpose(0, 1).contiguous()
+        cache, norm = ctx.kv_cache[self.layer], self.kv_a_norm
+        q_latent, q_rope = self.kernels.mla_inputs(
+            q.unflatten(-1, (config.num_heads, -1)),
+            kv,
+            norm.weight,
+            norm.eps,
+            self.w_uk,
+            self.rotary.table,
+            positions,
+            cache,
+            ctx.attention.slot_mapping,
+        )
         mean_latent = self.kernels.mla_attention(q_latent, q_rope, cache, ctx.attention, self.shape, ctx.attention_plan)
-        values = (mean_latent.transpose(0, 1) @ self.w_uv).transpose(0, 1)
+        values = self.kernels.heads_linear(mean_latent, self.w_uv)
         output: Tensor = self.output(values.flatten(1))
         return output

@@ -7,28 +7,28 @@ import math
 import torch
 from torch import Tensor, nn
 
+from minserve.kernels.interface import RotaryTable
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import RopeConfig, YarnConfig
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions' angles. One table serves all layers."""
+    """The angles by which queries and keys turn. One table serves all layers."""
 
     cos_sin: Tensor
     """fp32 [max_positions, rotary_dim] = cat(cos, sin)"""
 
     def __init__(self, config: RopeConfig, max_positions: int, build: BuildContext) -> None:
         super().__init__()
-        self.kernels = build.kernels
         self.interleaved = config.interleaved
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(config)
         scale = config.yarn.attention_factor if config.yarn else 1.0
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin", table.to(build.device), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """New (q, k) from views q [T, Hq, D] and k [T, Hk, D]."""
-        return self.kernels.rotary(q, k, self.cos_sin, positions, self.interleaved)
+    @property
+    def table(self) -> RotaryTable:
+        return RotaryTable(self.cos_sin, self.interleaved)
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:

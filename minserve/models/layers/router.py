@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minserve.kernels.interface import LinearWeight
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
@@ -28,12 +27,7 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows at and beyond num_tokens (int32 [1] on the device; None: all rows are real) get id -1 and weight 0."""
-        logits = self.kernels.linear(hidden.float(), LinearWeight(self.weight), None)
-        ids, weights = self.kernels.route(logits, self.correction_bias, self.config)
-        if num_tokens is None:
-            return ids, weights
-        padded = (torch.arange(hidden.shape[0], device=hidden.device) >= num_tokens).unsqueeze(1)
-        return ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+        return self.kernels.route(hidden, self.weight, self.correction_bias, self.config, num_tokens)
 
     def destinations(self) -> Iterator[Destination]:
         yield Destination(f"{self.prefix}.weight", self.weight)
