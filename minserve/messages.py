@@ -163,7 +163,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | bytearray) -> list[bytes]:
         """Raises FrameError on a length over the limit."""
         self._buffer += data
         bodies: list[bytes] = []

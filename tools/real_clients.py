@@ -1,7 +1,7 @@
 """Runs clients that people use, as they come from PyPI, against a real server on the embedded model.
 
-`python -m tools.real_clients [--folder DIR] [NAME ...]`: lm-eval, guidellm, aiperf, langchain; each in a virtual environment of
-its own below DIR. Ends with one line for each client and exit code 1 if one of them failed.
+`python -m tools.real_clients [--folder DIR] [NAME ...]`: lm-eval, guidellm, aiperf, langchain, openai, anthropic; each in a
+virtual environment of its own below DIR. Ends with one line for each client and exit code 1 if one of them failed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ PACKAGES = {
     "guidellm": ["guidellm"],
     "aiperf": ["aiperf"],
     "langchain": ["langchain-openai"],
+    "openai": ["openai"],
+    "anthropic": ["anthropic"],
 }
 CLIENT_SECONDS = 900
 _TASK = """
@@ -69,6 +71,40 @@ assert model.invoke("What is 23 + 58?").content == "81"
 assert [answer.content for answer in model.batch(["What is 1 + 2?", "What is 3 + 4?"])] == ["3", "7"]
 print("streams, invokes and batches")
 """
+_OPENAI = """
+import sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1], api_key="any", max_retries=0)
+asked = dict(model="embedded", input="What is 23 + 58?", temperature=0)
+assert client.responses.create(**asked).output_text == "81"
+with client.responses.stream(**asked) as stream:
+    kinds = [event.type for event in stream]
+    assert stream.get_final_response().output_text == "81"
+assert kinds[0] == "response.created" and kinds[-1] == "response.completed", kinds
+print("a response, whole and streamed")
+"""
+_ANTHROPIC = """
+import sys
+from anthropic import Anthropic, BadRequestError
+client = Anthropic(base_url=sys.argv[1].removesuffix("/v1"), api_key="any", max_retries=0)
+question = dict(role="user", content="What is 23 + 58?")
+asked = dict(model="embedded", max_tokens=9, messages=[question], extra_body={"temperature": 0})
+message = client.messages.create(**asked)
+assert (message.content[0].text, message.stop_reason) == ("81", "end_turn"), message
+assert message._request_id
+with client.messages.stream(**asked) as stream:
+    assert "".join(stream.text_stream) == "81"
+    assert stream.get_final_message().usage.output_tokens == message.usage.output_tokens
+begun = client.messages.create(**{**asked, "messages": [question, dict(role="assistant", content="8")]})
+assert begun.content[0].text == "1", begun
+assert client.messages.count_tokens(model="embedded", messages=[question]).input_tokens == 13
+try:
+    client.messages.create(**{**asked, "messages": [dict(role="user", content=[dict(type="image", source={})])]})
+    raise SystemExit("an image was not refused")
+except BadRequestError as error:
+    assert error.type == "invalid_request_error" and error.request_id, error
+print("messages, whole, streamed and gone on with; counts; a refusal")
+"""
 
 
 def main() -> int:
@@ -80,7 +116,9 @@ def main() -> int:
         "lm-eval": lm_eval,
         "guidellm": guidellm,
         "aiperf": aiperf,
-        "langchain": langchain,
+        "langchain": script(_LANGCHAIN),
+        "openai": script(_OPENAI),
+        "anthropic": script(_ANTHROPIC),
     }
     failed = False
     with server() as root:
@@ -220,8 +258,8 @@ def aiperf(programs: Path, root: str, folder: Path) -> str:
     return f"{count:.0f} requests succeeded, {errors:.0f} failed"
 
 
-def langchain(programs: Path, root: str, folder: Path) -> str:
-    return run([str(programs / "python"), "-c", _LANGCHAIN, f"{root}/v1"], folder).strip()
+def script(source: str) -> Callable[[Path, str, Path], str]:
+    return lambda programs, root, folder: run([str(programs / "python"), "-c", source, f"{root}/v1"], folder).strip()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ class HttpServer(web.Server):
         path = _SLASHES.sub("/", request.path).rstrip("/") or "/"
         is_anthropic = path.startswith("/v1/messages")
         exchange = open_exchange(request, self._cors_origins, messages_api.error_body if is_anthropic else ApiError.body)
+        if is_anthropic:
+            exchange.headers["request-id"] = exchange.request_id
         try:
             return await self._answer(exchange, path)
         except ApiError as error:

@@ -14,7 +14,7 @@ from minserve.server.fields import Fields, decode_object
 _PASSED_ON = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "seed", "chat_template_kwargs", "ignore_eos")
 """Fields that chat completions read alike."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-RENAMED = {"stop": "stop_sequences"}
+RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking.type"}
 """Names in errors of the chat body, and what the client calls them."""
 
 
@@ -25,8 +25,16 @@ def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> tuple[by
         raise bad_request("max_tokens is required", "max_tokens")
     chat: dict[str, Any] = {name: fields.value(name) for name in _PASSED_ON if fields.has(name)}
     chat["messages"] = _messages(fields)
+    if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
+        chat["continue_final_message"] = True
     if fields.has("stop_sequences"):
         chat["stop"] = fields.value("stop_sequences")
+    if (thinking := fields.object("thinking")) is not None:
+        efforts = {"enabled": "medium", "disabled": "none"}
+        chat["reasoning_effort"] = efforts.get(thinking.string("type") or "")
+    output = fields.object("output_config")
+    if output is not None and isinstance(form := output.value("format"), dict):
+        chat["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
     tools = fields.value("tools")
     if tools:
         chat["tools"] = _tools(tools)

@@ -183,16 +183,21 @@ def _check_vocabulary(ids: list[int], param: str, facts: ModelFacts) -> None:
 
 
 def _template_arguments(fields: Fields) -> dict[str, Any]:
-    """`chat_template_kwargs`, without the names that the server itself gives to templates."""
+    """`chat_template_kwargs`, without the names that the server itself gives to templates; before them what they say otherwise,
+    `reasoning_effort`, in the words of DeepSeek's, Kimi's and Qwen's templates.
+    """
+    effort = fields.string("reasoning_effort")
+    thinks = effort != "none"
+    asked = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     value = fields.value("chat_template_kwargs")
     if value is None:
-        return {}
+        return asked
     if not isinstance(value, dict):
         raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt", "self"):
         if name in value:
             raise bad_request(f"chat_template_kwargs must not set {name}", "chat_template_kwargs")
-    return value
+    return {**asked, **value}
 
 
 def _one_prompt(raw: msgspec.Raw, param: str, facts: ModelFacts) -> str | list[int]:

@@ -1,6 +1,6 @@
 """`/v1/responses`: OpenAI's newer API as an adapter. Its body becomes a chat body, the answer's blocks become output items.
 
-Nothing is stored: `previous_response_id` is refused, `store` is ignored.
+Nothing is stored: what refers to something stored is refused, `store` is ignored.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ _PASSED_ON = (
 )
 """Fields that chat completions read alike."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+RENAMED = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 """Names in errors of the chat body, and what the client calls them."""
 
 
 def chat_body(body: bytes | bytearray) -> tuple[bytes, Fields]:
     """The chat completion that asks for the same, and the fields as they came. Raises ApiError naming the field."""
     fields = decode_object(body)
-    if fields.has("previous_response_id"):
-        raise bad_request(
-            "previous_response_id: responses are not stored here; send the whole conversation", "previous_response_id"
-        )
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if fields.has(name):
+            raise bad_request(f"{name}: nothing is stored here; send the whole conversation", name)
     if fields.boolean("background", False):
         raise bad_request("background responses are not supported", "background")
     chat: dict[str, Any] = {name: fields.value(name) for name in _PASSED_ON if fields.has(name)}
@@ -56,6 +60,8 @@ def chat_body(body: bytes | bytearray) -> tuple[bytes, Fields]:
     choice = chat.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    if (reasoning := fields.object("reasoning")) is not None:
+        chat["reasoning_effort"] = reasoning.string("effort")
     text = fields.object("text")
     if text is not None and isinstance(form := text.value("format"), dict) and form.get("type") != "text":
         schema = {key: value for key, value in form.items() if key != "type"}
@@ -128,23 +134,24 @@ class ResponseWriter(BlockWriter):
         self._number = 0
         self._item_ids: list[str] = []
         options = generation.options
-        shown = ("instructions", "max_output_tokens", "metadata", "tools", "tool_choice", "text", "user")
         self._settings = {
-            **{name: asked.value(name) for name in shown},
+            "instructions": asked.value("instructions"),
+            "max_output_tokens": asked.value("max_output_tokens"),
+            "metadata": asked.value("metadata") or {},
+            "tools": asked.value("tools") or [],
+            "tool_choice": asked.value("tool_choice") or "auto",
+            "text": {"format": {"type": "text"}, **(asked.value("text") or {})},
+            "user": asked.value("user"),
             "background": False,
             "model": options.model,
             "parallel_tool_calls": asked.boolean("parallel_tool_calls", True),
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(asked.value("reasoning") or {})},
             "store": False,
             "temperature": options.sampling.temperature,
             "top_p": options.sampling.top_p,
             "truncation": "disabled",
         }
-        self._settings["tools"] = self._settings["tools"] or []
-        self._settings["tool_choice"] = self._settings["tool_choice"] or "auto"
-        self._settings["text"] = self._settings["text"] or {"format": {"type": "text"}}
-        self._settings["metadata"] = self._settings["metadata"] or {}
 
     def begun(self) -> Iterable[dict[str, Any]]:
         for name in ("created", "in_progress"):
@@ -173,7 +180,7 @@ class ResponseWriter(BlockWriter):
             else:
                 yield self._in_part("response.output_text.done", index, text=text, logprobs=[])
             yield self._in_part("response.content_part.done", index, part=_part(block.kind, text))
-        yield self._told("response.output_item.done", output_index=index, item=self._item(block, index, "completed"))
+        yield self._told("response.output_item.done", output_index=index, item=self._whole_item(block, index))
 
     def ended(self) -> Iterable[dict[str, Any]]:
         whole = self.whole()
@@ -195,17 +202,21 @@ class ResponseWriter(BlockWriter):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._item(block, index, "completed") for index, block in enumerate(self.blocks)],
+            "output": [self._whole_item(block, index) for index, block in enumerate(self.blocks)],
             "usage": counts
             and {
                 "input_tokens": counts.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": counts.prompt_tokens_details.cached_tokens},
+                "input_tokens_details": {"cached_tokens": counts.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": counts.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": counts.completion_tokens_details.reasoning_tokens},
                 "total_tokens": counts.total_tokens,
             },
             **self._settings,
         }
+
+    def _whole_item(self, block: Block, index: int) -> dict[str, Any]:
+        cut = index == len(self.blocks) - 1 and self.finish_reason == "length"
+        return self._item(block, index, "incomplete" if cut else "completed")
 
     def _item(self, block: Block, index: int, status: str) -> dict[str, Any]:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]

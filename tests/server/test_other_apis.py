@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,8 +139,12 @@ def test_a_response_that_is_cut_short_is_incomplete(client: OpenAI) -> None:
     response = client.responses.create(model="tiny", input="add", max_output_tokens=3)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None and response.incomplete_details.reason == "max_output_tokens"
+    assert [item.to_dict()["status"] for item in response.output] == ["incomplete"]
     events = list(client.responses.create(model="tiny", input="add", max_output_tokens=3, stream=True))
     assert events[-1].type == "response.incomplete"
+    assert [item.to_dict()["status"] for item in events[-1].response.output] == ["incomplete"]
+    done = [event.item.to_dict()["status"] for event in events if event.type == "response.output_item.done"]
+    assert done == ["incomplete"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,9 @@ def test_a_response_that_is_cut_short_is_incomplete(client: OpenAI) -> None:
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "temperature": 3}, "temperature"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"input": "x", "reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x" * MAX_MODEL_LEN}, "input"),
@@ -217,6 +225,39 @@ def test_why_a_message_stopped(start_edge: Start) -> None:
         assert stopped["content"] == [{"type": "text", "text": "hello"}]
 
 
+def test_a_message_that_was_begun_is_gone_on_with(thinker: Edge, vocabulary: Vocabulary) -> None:
+    messages = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "The sum is"}]
+    assert ask(thinker, messages=messages).status == 200
+    prompt = vocabulary.tokenizer.decode(thinker.engine.added[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<bos><user>add<assistant>The sum is"
+
+
+def test_a_message_with_a_form(thinker: Edge) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    assert ask(thinker, output_config={"format": form}).status == 200
+    grammar = thinker.engine.added[-1].sampling.grammar
+    assert grammar is not None and '"integer"' in grammar.text
+    refused = ask(thinker, output_config={"format": {**form, "type": "xml"}})
+    assert refused.status == 400
+    assert refused.error["message"].startswith("output_config.format.type is 'xml'")
+
+
+@pytest.mark.parametrize(("thinking", "said"), [("enabled", "!"), ("disabled", "."), ("adaptive", "?")])
+def test_whether_to_think_is_told_to_the_template(
+    start_edge: Start, tmp_path: Path, vocabulary: Vocabulary, thinking: str, said: str
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if enable_thinking is not defined %}?{% elif enable_thinking and thinking %}!{% else %}.{% endif %}")
+    effort = {"enabled": "high", "disabled": "none", "adaptive": None}[thinking]
+    with start_edge("ok", chat_template=str(template)) as edge:
+        assert ask(edge, thinking={"type": thinking}).status == 200
+        assert edge.post("/v1/responses", {"input": "x", "reasoning": {"effort": effort}}).status == 200
+        assert edge.chat("x", reasoning_effort=effort).status == 200
+        assert edge.chat("x", reasoning_effort="low", chat_template_kwargs={"thinking": False}).status == 200
+        prompts = [vocabulary.tokenizer.decode(request.prompt_token_ids) for request in edge.engine.added]
+    assert prompts == [said, said, said, "."]
+
+
 def test_blocks_of_earlier_turns_go_back_in(thinker: Edge, vocabulary: Vocabulary) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "add"}]},
@@ -257,6 +298,7 @@ def test_bad_messages_are_refused_in_their_own_shape(thinker: Edge, fields: dict
     answer = ask(thinker, **fields)
     assert answer.status == 400
     assert answer.json["type"] == "error"
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert answer.error["type"] == "invalid_request_error"
     assert answer.error["message"]
 
