@@ -25,12 +25,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from minserve.errors import CheckpointError, ExitCode, ServerError
 from minserve.kernels import reference
-from minserve.models.checkpoint import Checkpoint, named, open_checkpoint
+from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.load_report import gigabytes
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.safetensors_header import StoredTensor, read_header
-from minserve.models.weights import LoadProof, prove_load
+from minserve.models.tensor_names import named
+from minserve.models.weight_reader import WeightReader
+from minserve.models.weights import LoadProof, compare_tied_head, prove_load
 
 PIECE_BYTES = 4 << 20
 """Read at a time; with one such buffer a thread, memory is bounded."""
@@ -143,12 +145,14 @@ def check(directory: Path, manifest: Path | None, new_manifest: Path | None) -> 
     """All of it; the page that says what was proven. ServerError for the first stage that fails."""
     expected = None if manifest is None else read_manifest(manifest)
     checkpoint, proof, architecture = prove(directory)
+    with WeightReader(checkpoint.files) as reader:
+        notes = [*checkpoint.notes, *compare_tied_head(proof, checkpoint, reader)]
     blobs = blob_names(directory)
     by_tensor = expected is not None or new_manifest is not None
     lines = [f"checked    {directory}", f"files      {len(checkpoint.files):,}, whole to the byte"]
     lines += [f"model      {architecture}: {len(proof.sources):,} tensors, {_bytes_of(proof)} fill every parameter exactly once"]
-    counted = checkpoint.formats.count(proof.sources)
-    lines += [f"formats    {', '.join(f'{count:,} {kind}' for kind, count in sorted(counted.items()))}"]
+    kinds = checkpoint.formats.count(proof.sources)
+    lines += [f"formats    {', '.join(f'{count:,} {kind}' for kind, count in sorted(kinds.items()))}"]
     lines += [f"skipped    {left.tensors:,} tensors, {gigabytes(left.bytes)}: {why}" for why, left in proof.skipped.items()]
     if by_tensor or blobs:
         checksums = _with_progress(checkpoint.files, by_tensor=by_tensor)
@@ -163,7 +167,7 @@ def check(directory: Path, manifest: Path | None, new_manifest: Path | None) -> 
             lines.append(f"manifest   {len(checksums.tensors):,} tensors written to {new_manifest}")
     else:
         lines.append("checksums  not compared: no hub cache and no --manifest (--write-manifest makes one)")
-    return "\n".join([*lines, *(f"note       {note}" for note in checkpoint.notes)])
+    return "\n".join([*lines, *(f"note       {note}" for note in notes)])
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -21,14 +22,13 @@ from minserve.errors import CheckpointError
 from minserve.models.formats import LAYOUTS, PACKED_SHAPE, Formats, formats_from_tensors, set_aside_reason
 from minserve.models.quantization_claim import config_disagreements
 from minserve.models.safetensors_header import StoredTensor, parse_strict_json, read_header
-from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name
+from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name, named
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_JSON_BYTES = 256 << 20
 
 _HEADER_THREADS = 8
-_MAX_NAMED = 10
 
 
 class _Index(msgspec.Struct):
@@ -65,8 +65,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     index = _read_index(model_dir / INDEX_NAME) if os.path.lexists(model_dir / INDEX_NAME) else None
     files = _indexed_files(model_dir, index)
     notes = _stray_notes(model_dir, files, SINGLE_NAME if index is None else INDEX_NAME)
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        headers = dict(zip(files, pool.map(read_header, files), strict=True))
+    headers = _read_headers(files)
     if index is None:
         stored = [tensor for header in headers.values() for tensor in header]
     else:
@@ -94,13 +93,6 @@ def read_quantization_config(model_dir: Path) -> Mapping[str, Any] | None:
             return found
     found = _read_config(model_dir / "hf_quant_config.json").get("quantization")
     return found if isinstance(found, dict) else None
-
-
-def named(items: Iterable[object]) -> str:
-    """Up to ten of them for an error message, and how many more there are."""
-    texts = [str(item) for item in items]
-    more = len(texts) - _MAX_NAMED
-    return "; ".join(texts[:_MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -144,17 +136,36 @@ def _indexed_files(model_dir: Path, index: _Index | None) -> list[Path]:
     else:
         files = [model_dir / name for name in sorted(set(index.weight_map.values()))]
     absent = []
+    promised = Counter(index.weight_map.values()) if index else Counter()
     for file in files:
         try:
             file.stat()
         except OSError as error:
-            absent.append(f"{file.name} {_why_unreadable(file, error)}")
+            holds = f", with {promised[file.name]:,} tensors" if index else ""
+            absent.append(f"{file.name} {_why_unreadable(file, error)}{holds}")
     if absent:
         by_whom = INDEX_NAME if index else "the checkpoint"
         raise CheckpointError(
             f"{model_dir}: {len(absent)} of {len(files)} files that {by_whom} names cannot be read: {named(absent)}"
         )
     return files
+
+
+def _read_headers(files: list[Path]) -> dict[Path, list[StoredTensor]]:
+    """CheckpointError with what is wrong in each of the files."""
+
+    def attempt(file: Path) -> list[StoredTensor] | CheckpointError:
+        try:
+            return read_header(file)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        results = dict(zip(files, pool.map(attempt, files), strict=True))
+    faults = [result for result in results.values() if isinstance(result, CheckpointError)]
+    if faults:
+        raise CheckpointError(named(faults))
+    return {file: result for file, result in results.items() if not isinstance(result, CheckpointError)}
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from minserve.errors import CheckpointError
 from minserve.models.safetensors_header import StoredTensor
-from minserve.models.tensor_names import some
+from minserve.models.tensor_names import named
 
 Format = Literal["plain", "fp8_block", "int4_group", "nvfp4"]
 
@@ -107,8 +107,9 @@ def formats_from_tensors(tensors: Mapping[str, StoredTensor]) -> Formats:
             quantized[name] = "nvfp4"
         elif tensor.dtype == "F8_E4M3" and not name.endswith(".weight_scale"):
             quantized[name] = "fp8_block"
-    for name, kind in quantized.items():
-        _PROOFS[kind](name, tensors)
+    faults = [fault for name, kind in quantized.items() if (fault := _fault(name, kind, tensors)) is not None]
+    if faults:
+        raise CheckpointError(named(faults))
     _refuse_orphans(tensors, quantized)
     return Formats(lambda name: quantized.get(name, "plain"), quantized)
 
@@ -131,7 +132,7 @@ def _refuse_orphans(tensors: Mapping[str, StoredTensor], quantized: Mapping[str,
     weight = orphans[0].removesuffix("_scale")
     if weight != orphans[0] and weight in tensors:
         raise CheckpointError(f"{tensors[orphans[0]]}: per-tensor or per-channel FP8 or INT8 weights are not supported")
-    raise CheckpointError(f"{some(orphans)}: without a quantised weight beside it")
+    raise CheckpointError(f"{named(orphans)}: without a quantised weight beside it")
 
 
 def _prove_fp8(name: str, tensors: Mapping[str, StoredTensor]) -> None:
@@ -166,6 +167,14 @@ def _prove_nvfp4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 _PROOFS: Mapping[Format, Callable[[str, Mapping[str, StoredTensor]], None]] = {
     "fp8_block": _prove_fp8, "int4_group": _prove_int4, "nvfp4": _prove_nvfp4,
 }  # fmt: skip
+
+
+def _fault(name: str, kind: Format, tensors: Mapping[str, StoredTensor]) -> str | None:
+    try:
+        _PROOFS[kind](name, tensors)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _companion(

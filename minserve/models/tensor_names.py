@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_MAX_NAMED = 10
 _WRAPPER_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -23,6 +26,13 @@ def canonical_name(name: str) -> str:
         if f"{name}.".startswith(prefix):
             return (replacement + f"{name}."[len(prefix) :]).removesuffix(".")
     return name
+
+
+def named(items: Iterable[object]) -> str:
+    """Up to ten of them for an error message, and how many more there are."""
+    texts = [str(item) for item in items]
+    more = len(texts) - _MAX_NAMED
+    return "; ".join(texts[:_MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def some(names: list[str]) -> str:

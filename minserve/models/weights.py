@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from minserve.errors import CheckpointError
-from minserve.models.checkpoint import Checkpoint, named, open_checkpoint
+from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.coverage import prove_coverage
 from minserve.models.destinations import Destination
 from minserve.models.formats import LAYOUTS, Formats, stored_names
 from minserve.models.layers.embedding import EMBEDDING, HEAD
 from minserve.models.load_report import LoadReport, Skipped
 from minserve.models.quantization_claim import formats_from_config
-from minserve.models.safetensors_header import StoredTensor
+from minserve.models.safetensors_header import StoredTensor, count_bytes
+from minserve.models.tensor_names import named
 from minserve.models.weight_reader import PIECE_BYTES, TORCH_DTYPES, Transfer, WeightReader
 
 __all__ = ["Checkpoint", "Formats", "LoadReport", "dummy_weights", "formats_from_config", "load_weights", "open_checkpoint"]
@@ -79,7 +80,7 @@ def load_weights(
     notes = list(checkpoint.notes)
     with torch.inference_mode(), WeightReader(checkpoint.files, threads) as reader:
         reader.run(proof.transfers, advance)
-        notes += _compare_tied_head(destinations, checkpoint.tensors, reader)
+        notes += compare_tied_head(proof, checkpoint, reader)
     if done != total:
         raise CheckpointError(f"{checkpoint.directory}: {done:,} bytes were read where {total:,} were planned")
     return LoadReport(
@@ -136,13 +137,14 @@ class LoadProof:
 
 def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Sequence[Destination]) -> LoadProof:
     """Works on the meta device as well. All that is missing, misshapen or unknown goes into one CheckpointError."""
-    transfers, missing, misfits, unknown = [], [], [], []
+    transfers, missing, misfits, unknown, missing_bytes = [], [], [], [], 0
     sources: dict[str, StoredTensor] = {}
     for destination in destinations:
         names = stored_names(destination.name, destination.widen_from)
         found = {name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}
         if names[0] not in found:
             missing.append(f"{names[0]} {list(destination.target.shape)}")
+            missing_bytes += destination.target.nbytes
             continue
         misfit = _misfit(destination, found[names[0]], checkpoint.formats)
         if misfit is not None:
@@ -162,14 +164,17 @@ def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Seque
                 skipped.setdefault(reason, []).append(tensor)
     faults = []
     if missing:
-        faults.append(f"{len(missing):,} tensors that the model needs are missing: {named(missing)}")
+        size = f"{count_bytes(missing_bytes)} of parameters"
+        faults.append(f"{len(missing):,} tensors that the model needs are missing: {named(missing)} ({size})")
     if any(text.startswith(f"{HEAD} ") for text in missing):
         faults.append(f"{HEAD} may only be absent when the config says tie_word_embeddings")
     if misfits:
         faults.append(f"{len(misfits):,} tensors do not fit the model: {named(misfits)}")
     if unknown:
-        faults.append(f"{len(unknown):,} tensors are unknown to the model: {named(unknown)}")
+        size = count_bytes(sum(tensor.num_bytes for tensor in unknown))
+        faults.append(f"{len(unknown):,} tensors are unknown to the model: {named(unknown)} ({size})")
     if faults:
+        faults += checkpoint.notes  # a tensor that the index forgot is named there
         raise CheckpointError(f"{checkpoint.directory}: {'. '.join(faults)}")
     left = {reason: Skipped(len(tensors), sum(t.num_bytes for t in tensors)) for reason, tensors in skipped.items()}
     return LoadProof(transfers, sources, left, prove_coverage(model.state_dict(), destinations))
@@ -194,21 +199,17 @@ def _misfit(destination: Destination, tensor: StoredTensor, formats: Formats) ->
     return None if fits else f"{tensor} where the model has {target.dtype}"
 
 
-def _compare_tied_head(
-    destinations: Sequence[Destination], tensors: Mapping[str, StoredTensor], reader: WeightReader
-) -> list[str]:
+def compare_tied_head(proof: LoadProof, checkpoint: Checkpoint, reader: WeightReader) -> list[str]:
     """A head that is stored although the model uses the embedding for it must say the same; a note when it does not."""
-    head = tensors.get(HEAD)
-    places = {destination.name: destination.target for destination in destinations}
-    if head is None or HEAD in places or EMBEDDING not in places:
+    head, embedding = checkpoint.tensors.get(HEAD), proof.sources.get(EMBEDDING)
+    if head is None or HEAD in proof.sources or embedding is None:
         return []
-    embedding = places[EMBEDDING].detach()
-    equal = head.shape == tuple(embedding.shape) and head.dtype in TORCH_DTYPES
+    equal = head.shape == embedding.shape and head.dtype in TORCH_DTYPES
     step = max(1, PIECE_BYTES * head.shape[0] // max(1, head.num_bytes)) if equal else 1
     first = 0
     while equal and first < head.shape[0]:
-        rows = reader.rows(head, first, min(first + step, head.shape[0]))
-        equal = torch.equal(rows.to(embedding.device, embedding.dtype), embedding[first : first + step])
+        rows = (reader.rows(tensor, first, min(first + step, head.shape[0])).float() for tensor in (head, embedding))
+        equal = torch.equal(*rows)
         first += step
     if equal:
         return []

@@ -77,6 +77,19 @@ def test_without_anything_to_compare_with_it_says_so(sharded: Path) -> None:
     assert "checksums  not compared: no hub cache and no --manifest" in check(sharded, None, None)
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_beside_a_tied_embedding_is_compared_with_it(sharded: Path, differs: bool) -> None:
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    files = {name: file for file in sharded.glob("*.safetensors") for name in load_file(file)}
+    head = load_file(files["model.embed_tokens.weight"])["model.embed_tokens.weight"].clone()
+    head[-1, -1] += differs
+    save_file(load_file(files["lm_head.weight"]) | {"lm_head.weight": head}, files["lm_head.weight"])
+    page = check(sharded, None, None)
+    assert "the head is tied to the embedding" in page
+    assert ("note       WARNING: lm_head.weight is stored and differs" in page) == differs
+
+
 def test_missing_extra_and_retyped_tensors_of_a_manifest(sharded: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.json"
     check(sharded, None, manifest)

@@ -66,6 +66,16 @@ def test_a_short_file_is_refused_with_the_missing_bytes(tmp_path: Path, cut: int
     assert "missing" in message
 
 
+def test_all_short_files_are_named_at_once(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_tensors(), 3)
+    for number, missing in ((1, 7), (3, 1)):
+        file = tmp_path / f"model-{number:05}-of-00003.safetensors"
+        os.truncate(file, file.stat().st_size - missing)
+    message = refusal(tmp_path)
+    assert "model-00001-of-00003.safetensors: 7 bytes missing" in message
+    assert "model-00003-of-00003.safetensors: 1 byte missing" in message
+
+
 def test_a_dangling_link_of_a_hub_cache_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "snapshot", toy_tensors())
     blob = tmp_path / "blobs" / "0a1b"

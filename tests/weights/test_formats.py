@@ -112,6 +112,12 @@ def test_fp8_without_its_scale_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, tensors)
 
 
+def test_all_missing_scales_are_named_up_to_ten(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in fp8_tensors().items() if not name.endswith("_scale_inv")}
+    with pytest.raises(CheckpointError, match=r"(FP8 without its .*; ){10}and 8 more"):
+        opened(tmp_path, tensors)
+
+
 @pytest.mark.parametrize("without", ["weight", "fp8"])
 def test_an_orphan_scale_is_refused(tmp_path: Path, without: str) -> None:
     tensors = fp8_tensors()

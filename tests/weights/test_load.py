@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,10 +111,22 @@ def test_missing_tensors_are_named_with_shapes_up_to_ten(tmp_path: Path) -> None
     assert "and 8 more" in message
 
 
+def test_a_tensor_that_the_index_forgot_is_said_to_lie_in_the_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_tensors(), 2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    message = refusal(ToyModel(), open_checkpoint(tmp_path))
+    assert f"missing: model.norm.weight [{HIDDEN}] ({4 * HIDDEN} bytes of parameters)" in message
+    assert "does not list them: model.norm.weight" in message
+
+
 def test_unknown_tensors_are_named_with_shapes_up_to_ten(tmp_path: Path) -> None:
     strange = {f"model.layers.0.self_attn.strange_{i:02}.weight": torch.ones(3, 2) for i in range(12)}
     message = refusal(ToyModel(), checkpoint_of(tmp_path, toy_tensors() | strange))
     assert "12 tensors are unknown to the model" in message
+    assert "(288 bytes)" in message
     assert "model.layers.0.self_attn.strange_00.weight F32 [3, 2] in model-0000" in message
     assert "and 2 more" in message
 
