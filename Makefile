@@ -3,10 +3,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 VENV ?= .venv
 # Processes of the test suite; each needs about a gigabyte.
 JOBS ?= 2
-# The CPU build of torch is small; the plain name brings gigabytes of CUDA. It is taken from wherever pip is set up to look,
-# else from its own index, else the plain build does as well. A GPU machine says: make setup TORCH=torch TORCH_INDEX=
+# The CPU build of torch is small; the plain name may bring gigabytes of CUDA. It is taken from wherever pip is set up to look, or
+# from TORCH_INDEX (PyTorch's install page names the one for CPUs); else the plain build does as well.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -25,6 +25,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 # After a file came, went or changed what it is for.
 map: setup
@@ -37,10 +38,6 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): a few minutes, once" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@if [ -n "$(TORCH_INDEX)" ]; then \
-	  $(PIP) install "$(TORCH)+cpu" 2>/dev/null || \
-	  $(PIP) install --retries 1 --timeout 15 --index-url "$(TORCH_INDEX)" "$(TORCH)" || \
-	  $(PIP) install "$(TORCH)"; \
-	else $(PIP) install "$(TORCH)"; fi
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)" "$(TORCH)","$(TORCH)+cpu") 2>/dev/null || $(PIP) install "$(TORCH)"
 	@$(PIP) install --editable ".[dev]"
 	@touch $@
