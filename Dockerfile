@@ -35,7 +35,7 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY minserve minserve
 RUN case "$VARIANT-$PINS" in gpu-proven) extras='[hopper,deepep,hub,plot]' ;; *) extras='[hub,plot]' ;; esac \
-    && pip install ${PIP_OPTIONS} ".${extras}" && python3 -m compileall -q /opt/minserve/lib > /dev/null
+    && pip install ${PIP_OPTIONS} ".${extras}"
 ENV CUDA_HOME=/opt/minserve/cuda
 RUN if [ "$VARIANT" = gpu ]; then minserve prebuild --arch "${FLASHINFER_ARCHS}"; fi
 
