@@ -18,27 +18,28 @@ from typing import Any
 import msgspec
 import torch
 
-from minserve.config import Config, flag_name, model_directory, printable
-from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
+from minserve.config import Config, flag_name, kernel_cache_directory, model_directory, printable
+from minserve.errors import DoesNotFit, EnvironmentFault
 from minserve.kernels import stacks
 from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
 from minserve.models.layers.dispatcher import ExpertPlacement
-from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
-from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check
+from minserve.remembered import Remembered
+from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits, Scheduler
+from minserve.runtime.shared_expert import Shape, SharedExpertPlan
 from minserve.runtime.startup import Timeline
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -77,11 +78,12 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     group = group or parallel.alone()
     directory = model_directory(config)
     model_config = load_model_config(directory)
+    timeline.begin("stack")
     backend = choose_backend(config, model_config)
     prove_same_model(config, model_config, backend, group)
     exchange = connect(config, model_config, backend, group)
     config = config if exchange is None else exchange.adjusted(config)
-    model, report = load(config, directory, model_config, backend, timeline, exchange)
+    model, report, plan = load(config, directory, model_config, backend, timeline, exchange)
 
     timeline.begin("kv cache")
     group.wait_for_all("loaded")  # the first exchange of tokens must not wait for a rank that still reads
@@ -93,7 +95,7 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
     graphs = capture(config, runner, timeline)
     checked = prove(config, model, runner, backend.kv_dtype, timeline, group)
-    info = _describe(config, model, backend, size, report, group, exchange) | graphs | {"self_check": checked}
+    info = _describe(config, model, backend, size, report, plan, group, exchange) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
@@ -115,11 +117,15 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dispatcher = config.moe_dispatcher if config.ep_size > 1 and model_config.moe is not None else "local"
-    choice = stacks.choose(config.stack, device, dispatcher=dispatcher)
+    choice, kernels = stacks.open_stack(config.stack, device, _remembered(config), dispatcher)
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    return Backend(device, dtype, kv_dtype, stacks.build(choice.name, device), choice.reason)
+    return Backend(device, dtype, kv_dtype, kernels, choice.reason)
+
+
+def _remembered(config: Config) -> Remembered:
+    return Remembered(kernel_cache_directory(config) / "remembered")
 
 
 _EQUAL_SETTINGS = ("max_num_seqs", "chunked_prefill_size", "max_model_len", "cuda_graph_bs", "enforce_eager", "self_check")
@@ -201,14 +207,21 @@ def load(
     backend: Backend,
     timeline: Timeline,
     exchange: Exchange | None = None,
-) -> tuple[Decoder, LoadReport]:
+) -> tuple[Decoder, LoadReport, SharedExpertPlan]:
     """The model with its weights, of the checkpoint or random ones; of the experts only those that the exchange places here."""
     timeline.begin("checkpoint")
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(directory)
     formats = formats_from_config(read_quantization_config(directory)) if checkpoint is None else checkpoint.formats
+    plan = shared_expert.choose(
+        config.shared_expert,
+        Shape(model_config, formats, backend.kernels, backend.dtype, backend.device),
+        captured=bool(graph_sizes(config, backend.device)),
+        spread=exchange is not None,
+        remembered=_remembered(config),
+        on_measure=lambda: timeline.begin("shared expert"),
+    )
     timeline.begin("build")
-    policy, lanes = shared_expert_policy(config, model_config, backend.device)
     with kv_cache.refusal_of_memory(_weights_title(formats, backend.kernels)):
         model = build_model(
             model_config,
@@ -218,8 +231,8 @@ def load(
             backend.device,
             dispatcher=None if exchange is None else exchange.dispatcher,
             placement=None if exchange is None else exchange.placement,
-            shared_expert=policy,
-            lanes=lanes,
+            shared_expert=plan.policy,
+            lanes=plan.lanes(backend.device),
         )
     if exchange is not None:
         exchange.settle(model)
@@ -228,7 +241,7 @@ def load(
     with kv_cache.refusal_of_memory("the weights' final layout"):
         model.finish_load()
     log.info("weights proven\n%s", report)
-    return model, report
+    return model, report, plan
 
 
 def predicted_against_measured(
@@ -258,21 +271,6 @@ def _rate(timeline: Timeline) -> Callable[[int, int], None]:
         timeline.progress(done / max(1, total), f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
 
     return tell
-
-
-def shared_expert_policy(
-    config: Config, model_config: ModelConfig, device: torch.device
-) -> tuple[SharedExpertPolicy, Lanes | None]:
-    """How captured steps run the shared expert. "auto" overlaps wherever there is something to overlap; eager steps, and a
-    model without a shared expert, are serial. Raises UsageError for "fused"."""
-    if config.shared_expert == "fused":
-        raise UsageError(
-            "--shared-expert fused: the routed kernels here have no slot for the shared expert; use overlap, serial or auto"
-        )
-    shared = model_config.moe is not None and model_config.moe.shared_intermediate_size > 0
-    if config.shared_expert == "serial" or not shared or not graph_sizes(config, device):
-        return "serial", None
-    return "overlap", CudaLanes(device)
 
 
 def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], group: Group) -> KVPlan:
@@ -329,6 +327,7 @@ def _describe(
     backend: Backend,
     size: KVPlan,
     report: LoadReport,
+    plan: SharedExpertPlan,
     group: Group,
     exchange: Exchange | None,
 ) -> dict[str, Any]:
@@ -348,7 +347,7 @@ def _describe(
             "chunked prefill": config.chunked_prefill_size,
             "prefix cache": "on" if config.enable_prefix_caching else "off",
             "decode graphs": " ".join(map(str, graph_sizes(config, backend.device))) or "none",
-            "shared expert": model.shared_expert,
+            "shared expert": f"{plan.policy} ({plan.reason})",
             "rank": f"{group.seat.rank} of {group.seat.num_ranks}",
             "experts": _experts_sentence(model.config, exchange),
         },

@@ -106,13 +106,14 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             dtype=options.dtype,
             stack=options.stack,
             max_num_seqs=max(options.batch),
+            shared_expert="serial",  # the plans are switched from measurement to measurement
         )
         raw = json.loads((directory / "config.json").read_text())
         model_config = load_model_config(directory)
         if options.context > model_config.max_position_embeddings:
             raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
         backend = assembly.choose_backend(config, model_config)
-        model, _ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"))
+        model, *_ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"))
     shape = roofline.shape_from_config(raw)
     loaded = time.monotonic()
     rows = []

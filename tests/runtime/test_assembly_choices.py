@@ -9,22 +9,11 @@ import torch
 
 from minserve.config import Config
 from minserve.errors import UsageError
-from minserve.models.model_config import load_model_config
 from minserve.runtime import assembly
-from minserve.runtime.assembly import assemble, graph_sizes, shared_expert_policy
+from minserve.runtime.assembly import assemble, graph_sizes
 from minserve.runtime.startup import Timeline
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-class Lanes:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-
-@pytest.fixture(autouse=True)
-def _lanes(monkeypatch):
-    monkeypatch.setattr(assembly, "CudaLanes", Lanes)
 
 
 def test_graph_sizes():
@@ -34,28 +23,27 @@ def test_graph_sizes():
     assert graph_sizes(Config(max_num_seqs=12), CPU) == ()
 
 
-@pytest.mark.parametrize(
-    ("asked", "variant", "changes", "device", "policy"),
-    [
-        ("auto", "deepseek_v3_small", {}, CUDA, "overlap"),
-        ("overlap", "qwen2_moe", {}, CUDA, "overlap"),
-        ("serial", "qwen2_moe", {}, CUDA, "serial"),
-        ("auto", "qwen3_moe", {}, CUDA, "serial"),  # it has no shared expert
-        ("overlap", "qwen3_moe", {}, CUDA, "serial"),
-        ("auto", "qwen2_moe", {"enforce_eager": True}, CUDA, "serial"),
-        ("auto", "qwen2_moe", {}, CPU, "serial"),
-    ],
-)
-def test_the_plan_of_the_shared_expert(tiny_dir, asked, variant, changes, device, policy):
-    config, model_config = Config(shared_expert=asked, **changes), load_model_config(tiny_dir(variant))
-    chosen, lanes = shared_expert_policy(config, model_config, device)
-    assert chosen == policy
-    assert (lanes is not None) == (policy == "overlap")
+@pytest.mark.parametrize("asked", ["auto", "fused"])
+def test_a_cpu_runs_the_shared_expert_serially_unless_it_is_to_be_fused(tiny_dir, asked):
+    config = Config(
+        model=str(tiny_dir("deepseek_v3_small")),
+        device="cpu",
+        num_pages=64,
+        max_num_seqs=4,
+        max_model_len=512,
+        shared_expert=asked,
+    )
+    parts = assemble(config, Timeline(lambda _: None, "import"))
+    wanted = {"auto": "serial (steps are eager)", "fused": "fused (asked for)"}
+    assert parts.info["effective"]["shared expert"] == wanted[asked]
+    assert parts.model.shared_expert == ("serial" if asked == "auto" else "fused")
 
 
-def test_a_plan_that_is_not_built_is_refused_in_words(tiny_dir):
+def test_a_plan_that_the_model_cannot_have_is_refused_before_a_weight_is_read(tiny_dir, monkeypatch):
+    monkeypatch.setattr(assembly, "load_weights", lambda *_: pytest.fail("weights are read"))
+    config = Config(model=str(tiny_dir("qwen2_moe")), device="cpu", num_pages=64, shared_expert="fused")
     with pytest.raises(UsageError, match=r"--shared-expert fused.*overlap, serial or auto"):
-        shared_expert_policy(Config(shared_expert="fused"), load_model_config(tiny_dir("qwen2_moe")), CUDA)
+        assemble(config, Timeline(lambda _: None, "import"))
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({}, "cpu"), ({"enforce_eager": True}, "--enforce-eager")])
@@ -70,4 +58,4 @@ def test_a_cpu_says_that_it_has_no_graphs(tiny_dir, changes, reason):
     assert parts.info["effective"]["decode graphs"] == "none"
     assert parts.info["effective"]["self check"] == "no graphs on a CPU"
     assert json.loads(json.dumps(parts.info["self_check"]))
-    assert list(timeline.finish()) == ["import", "config", "checkpoint", "build", "load", "kv cache"]
+    assert list(timeline.finish()) == ["import", "config", "stack", "checkpoint", "build", "load", "kv cache"]

@@ -1,0 +1,128 @@
+"""Which plan runs the shared expert: what was asked for, what cannot be otherwise, or what was fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from minserve.errors import EnvironmentFault
+from minserve.kernels import reference
+from minserve.models.formats import Formats
+from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.model_config import load_model_config
+from minserve.remembered import Remembered
+from minserve.runtime import shared_expert
+from minserve.runtime.shared_expert import Shape, Times
+
+Asked = Literal["auto", "fused", "overlap", "serial"]
+Directories = Callable[[str], Path]
+
+EQUAL: Times = {"serial": {1: 100.0, 32: 200.0}, "overlap": {1: 100.0, 32: 199.0}, "fused": {1: 99.9, 32: 199.0}}
+
+
+def shape_of(directory: Path) -> Shape:
+    config = load_model_config(directory)
+    return Shape(config, Formats(lambda _: "plain"), reference.cpu(), torch.float32, torch.device("cpu"))
+
+
+def choose(
+    shape: Shape, folder: Path, asked: Asked = "auto", *, captured: bool = True, spread: bool = False
+) -> shared_expert.SharedExpertPlan:
+    return shared_expert.choose(asked, shape, captured=captured, spread=spread, remembered=Remembered(folder))
+
+
+@pytest.mark.parametrize(
+    ("asked", "variant", "situation", "policy"),
+    [
+        ("overlap", "qwen2_moe", {}, "overlap"),
+        ("serial", "qwen2_moe", {}, "serial"),
+        ("auto", "qwen3_moe", {}, "serial"),  # it has no shared expert
+        ("overlap", "qwen3_moe", {}, "serial"),
+        ("fused", "qwen3_moe", {}, "serial"),
+        ("auto", "qwen2_moe", {"captured": False}, "serial"),
+        ("overlap", "qwen2_moe", {"captured": False}, "serial"),
+        ("fused", "deepseek_v3_small", {"captured": False}, "fused"),
+        ("auto", "deepseek_v3_small", {"spread": True}, "overlap"),
+        ("serial", "deepseek_v3_small", {"spread": True}, "serial"),
+    ],
+)
+def test_what_needs_no_measuring(
+    tiny_dir: Directories,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked,
+    variant: str,
+    situation: dict[str, bool],
+    policy: str,
+) -> None:
+    monkeypatch.setattr(shared_expert, "measure", lambda _: pytest.fail("nothing is to be measured"))
+    assert choose(shape_of(tiny_dir(variant)), tmp_path, asked, **situation).policy == policy
+
+
+def test_auto_measures_once_a_shape(tiny_dir: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    times: Times = {"serial": {1: 90.0, 32: 200.0}, "overlap": {1: 80.0, 32: 190.0}, "fused": {1: 60.0, 32: 185.0}}
+    monkeypatch.setattr(Shape, "key", lambda self: [str(self.config.hidden_size), str(self.dtype)])
+
+    def measure(shape: Shape) -> Times:
+        measured.append(shape)
+        return times
+
+    monkeypatch.setattr(shared_expert, "measure", measure)
+    shape = shape_of(tiny_dir("deepseek_v3_small"))
+    first, second = (choose(shape, tmp_path) for _ in range(2))
+    assert len(measured) == 1
+    assert first.policy == second.policy == "fused"
+    table = "us a layer at batch 1 and 32: serial 90.0 and 200.0, overlap 80.0 and 190.0, fused 60.0 and 185.0"
+    assert first.reason == f"measured, {table}"
+    assert second.reason == f"measured by an earlier start, {table}"
+    choose(Shape(shape.config, shape.formats, shape.kernels, torch.bfloat16, shape.device), tmp_path)
+    assert len(measured) == 2
+
+
+def test_what_cannot_be_measured_is_overlapped_and_asked_again(
+    tiny_dir: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(_: Shape) -> Times:
+        raise EnvironmentFault("a kernel does not compile")
+
+    monkeypatch.setattr(Shape, "key", lambda _: ["a shape"])
+    monkeypatch.setattr(shared_expert, "measure", measure)
+    plan = choose(shape_of(tiny_dir("qwen2_moe")), tmp_path)
+    assert plan.policy == "overlap"
+    assert "a kernel does not compile" in plan.reason
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy"),
+    [
+        ({}, "serial"),
+        ({"overlap": {1: 97.0, 32: 199.0}}, "overlap"),
+        ({"overlap": {1: 97.0, 32: 206.0}}, "serial"),
+        ({"fused": {1: 80.0, 32: 199.0}}, "fused"),
+        ({"overlap": {1: 97.0, 32: 199.0}, "fused": {1: 96.9, 32: 199.0}}, "overlap"),
+    ],
+)
+def test_a_plan_must_be_worth_its_trouble(changes: Times, policy: str) -> None:
+    assert shared_expert.fastest(EQUAL | changes) == policy
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3_small", "moonlight", "qwen2_moe_sparse_step"])
+def test_the_timed_layer_is_the_models_first_with_experts(tiny_dir: Directories, variant: str) -> None:
+    shape = shape_of(tiny_dir(variant))
+    moe = shape.config.moe
+    assert moe is not None
+    layer = shared_expert._filled(shape.layer("serial"), shape.device)
+    assert isinstance(layer, MixtureOfExperts)
+    assert layer.experts.w13.shape == (moe.num_experts, 2 * moe.intermediate_size, shape.config.hidden_size)
+    assert all(value.isfinite().all() for value in layer.parameters())
+    if not moe.shared_gated:
+        fused = shared_expert._filled(shape.layer("fused"), shape.device)
+        more = moe.shared_intermediate_size // moe.intermediate_size
+        assert fused.experts.w13.shape[0] == moe.num_experts + more
+        assert fused.shared is None
