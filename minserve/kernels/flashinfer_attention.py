@@ -30,8 +30,28 @@ class FlashInferPlan:
     """What a step's attention runs with."""
 
     triton: TritonPlan
-    wrapper: Any
+    wrapper: _Wrapper | None
     """FlashInfer's, planned for this step; None: Triton computes it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Singles:
+    """A mixed grouped-query step's leading rows of one token each: FlashInfer would read their cache once for each query head,
+    so Triton's decode kernel takes them."""
+
+    plan: TritonPlan
+    lengths: Tensor
+    """int32 [R]: the seq_lens of those rows, 0 for the others."""
+    mask: Tensor
+    """bool [R]"""
+
+    def update(self, metadata: AttentionMetadata) -> None:
+        """Row r is one of them when it and all before it have one token: then token r is its."""
+        starts = metadata.query_start_loc
+        row = torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
+        aligned = starts == row
+        torch.logical_and(aligned[:-1], aligned[1:], out=self.mask)
+        torch.mul(metadata.seq_lens, self.mask, out=self.lengths)
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,15 +62,18 @@ class _Wrapper:
     pages: Tensor | None
     """The page table that a graph's kernel reads, flattened; None where each step brings its own."""
     planned: torch.cuda.Event
+    singles: _Singles | None = None
+    num_tokens: int = 0
+    """Of the step that it is planned for, padding not counted."""
 
 
 class FlashInferAttention:
-    """Plan and run of one device: absorbed MLA, and grouped-query steps that hold prefill tokens.
+    """Plan and run of one device: absorbed MLA, and the prompts of grouped-query steps.
 
     `plan` must be called once for every step before its forward, a replay's included. With `metadata.graph` the wrapper
-    belongs to the number of rows and to the page table's address, is made on the first call, and keeps its buffers for
-    good: the graph records `run`, and each later `plan` refills the buffers in place. Such a plan's result is the same
-    object each time. Without `graph`, a wrapper serves any step.
+    belongs to the numbers of rows and tokens and to the page table's address, is made on the first call, which must be for
+    as many tokens as there can be, and keeps its buffers for good: the graph records `run`, and each later `plan` refills
+    the buffers in place. Such a plan's result is the same object each time. Without `graph`, a wrapper serves any step.
     """
 
     def __init__(self, device: torch.device, triton: TritonAttention, least_mla_rows: int = 12) -> None:
@@ -59,7 +82,7 @@ class FlashInferAttention:
         self.least_mla_rows = least_mla_rows
         """Decode batches of fewer rows are faster in Triton. Grouped-query decode is at every size, and plans nothing."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._graphs: dict[tuple[AttentionShape, int, int], tuple[_Wrapper, FlashInferPlan]] = {}
+        self._graphs: dict[tuple[AttentionShape, int, int, int], FlashInferPlan] = {}
         self._eager: dict[str, _Wrapper] = {}
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> FlashInferPlan:
@@ -69,24 +92,29 @@ class FlashInferAttention:
         """
         triton = self.triton.plan(metadata, shape)
         decode, rows = metadata.decode_only, metadata.page_table.shape[0]
-        captured_mixed = metadata.graph and not decode
-        if not _covers(shape) or captured_mixed or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
+        if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
-        if decode and metadata.graph:
+        if metadata.graph:
             return self._graph_plan(metadata, shape, triton)
         if shape.kind not in self._eager:
-            self._eager[shape.kind] = self._mla_wrapper(metadata, graph=False) if shape.kind == "mla" else self._gqa_wrapper()
+            make = self._mla_wrapper if shape.kind == "mla" else self._gqa_wrapper
+            self._eager[shape.kind] = make(metadata, graph=False)
         wrapper = self._eager[shape.kind]
+        wrapper.singles = self._singles(metadata, shape) if metadata.query_lens_host[0] == 1 else None
         self._plan(wrapper, metadata, shape)
-        return FlashInferPlan(triton, wrapper.run)
+        return FlashInferPlan(triton, wrapper)
 
     def _graph_plan(self, metadata: AttentionMetadata, shape: AttentionShape, triton: TritonPlan) -> FlashInferPlan:
         table = metadata.page_table
-        key = (shape, table.shape[0], metadata.page_size)
+        key = (shape, table.shape[0], metadata.slot_mapping.shape[0], metadata.page_size)
         if key not in self._graphs:
-            wrapper = self._mla_wrapper(metadata, graph=True)
-            self._graphs[key] = (wrapper, FlashInferPlan(triton, wrapper.run))
-        wrapper, plan = self._graphs[key]
+            make = self._mla_wrapper if shape.kind == "mla" else self._gqa_wrapper
+            made = make(metadata, graph=True)
+            made.singles = self._singles(metadata, shape)
+            self._graphs[key] = FlashInferPlan(triton, made)
+        plan = self._graphs[key]
+        assert plan.wrapper is not None
+        wrapper = plan.wrapper
         if wrapper.pages is None or wrapper.pages.data_ptr() != table.data_ptr() or wrapper.pages.numel() != table.numel():
             raise ValueError(f"the page table of the {table.shape[0]}-row graph moved after its first plan")
         self._plan(wrapper, metadata, shape)
@@ -107,25 +135,54 @@ class FlashInferAttention:
         )
         return _Wrapper(run, pages, torch.cuda.Event())
 
-    def _gqa_wrapper(self) -> _Wrapper:
-        run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa3")
-        return _Wrapper(run, None, torch.cuda.Event())
+    def _gqa_wrapper(self, metadata: AttentionMetadata, *, graph: bool) -> _Wrapper:
+        table = metadata.page_table
+        rows, device = table.shape[0], self.device
+        starts, page_starts, lengths = (torch.zeros(rows + extra, dtype=torch.int32, device=device) for extra in (1, 1, 0))
+        run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=graph,
+            qo_indptr_buf=starts if graph else None,
+            paged_kv_indptr_buf=page_starts if graph else None,
+            paged_kv_indices_buf=torch.zeros_like(table).view(-1) if graph else None,
+            paged_kv_last_page_len_buf=lengths if graph else None,
+            backend="fa3",
+        )
+        return _Wrapper(run, table.view(-1) if graph else None, torch.cuda.Event())
+
+    def _singles(self, metadata: AttentionMetadata, shape: AttentionShape) -> _Singles | None:
+        if shape.kind == "mla":
+            return None
+        singles = dataclasses.replace(metadata, query_lens_host=(1,) * metadata.seq_lens.shape[0])
+        mask = torch.zeros_like(metadata.seq_lens, dtype=torch.bool)
+        return _Singles(self.triton.plan(singles, shape), torch.zeros_like(metadata.seq_lens), mask)
 
     def _plan(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         # The previous plan's copy reads the pinned buffer that this one writes; it is long done unless the GPU lags.
         wrapper.planned.synchronize()
+        wrapper.num_tokens = sum(metadata.query_lens_host)
         if shape.kind == "mla":
             _plan_mla(wrapper, metadata, shape)
         else:
             _plan_gqa(wrapper, metadata, shape)
+        if wrapper.singles is not None:
+            wrapper.singles.update(metadata)
         wrapper.planned.record()
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: FlashInferPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
         if plan.wrapper is None or q.dtype != _DTYPE or cache.dtype != _DTYPE:
             return self.triton.gqa(q, cache, metadata, shape, plan.triton)
-        result: Tensor = plan.wrapper.run(q, cache)
-        return result
+        wrapper, out = plan.wrapper, torch.empty_like(q)
+        wrapper.run.run(q[: wrapper.num_tokens], cache, out=out[: wrapper.num_tokens])
+        if wrapper.singles is None:
+            return out
+        rows = min(q.shape[0], metadata.seq_lens.shape[0])
+        alone = dataclasses.replace(metadata, seq_lens=wrapper.singles.lengths[:rows], page_table=metadata.page_table[:rows])
+        decoded = self.triton.gqa(q[:rows], cache, alone, shape, wrapper.singles.plan)
+        out[:rows] = torch.where(wrapper.singles.mask[:rows, None, None], decoded, out[:rows])
+        return out
 
     def mla(
         self,
@@ -139,10 +196,10 @@ class FlashInferAttention:
         """q_latent [T, Hq, R] and q_rope [T, Hq, P] over cache [pages, page_size, R + P]: the mean latent [T, Hq, R]."""
         if plan.wrapper is None or q_latent.dtype != _DTYPE or cache.dtype != _DTYPE:
             return self.triton.mla(q_latent, q_rope, cache, metadata, shape, plan.triton)
-        rank = shape.head_dim
+        rank, real = shape.head_dim, plan.wrapper.num_tokens
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-        result: Tensor = plan.wrapper.run(q_latent, q_rope, cache[..., :rank], cache[..., rank:], out=out)
-        return result
+        plan.wrapper.run.run(q_latent[:real], q_rope[:real], cache[..., :rank], cache[..., rank:], out=out[:real])
+        return out
 
 
 def _covers(shape: AttentionShape) -> bool:
@@ -177,11 +234,14 @@ def _plan_mla(wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionSh
 
 def _plan_gqa(wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
     size = metadata.page_size
+    # The leading rows of one token are Triton's: here they are empty, and end where the first other row begins.
+    singles = len(list(itertools.takewhile(lambda length: length == 1, metadata.query_lens_host)))
+    starts = _running_sum(metadata.query_lens_host).clamp(min=singles)
     page_counts = [-(-length // size) for length in metadata.seq_lens_host]
     pages = torch.empty(sum(page_counts), dtype=torch.int32, device=metadata.page_table.device)
     list_pages(metadata.page_table, metadata.seq_lens, size, pages)
     wrapper.run.plan(
-        _running_sum(metadata.query_lens_host),
+        starts,
         _running_sum(page_counts),
         pages,
         torch.tensor([(length - 1) % size + 1 for length in metadata.seq_lens_host], dtype=torch.int32),
