@@ -1,6 +1,7 @@
 """One rank of an expert-parallel group on GPUs, for test_expert_parallel.py.
 
-python expert_ranks.py RANK RANKS PORT FOLDER layers|replays. All ranks run the same part at the same time; each compares what came of it with the same work done alone, on all experts.
+python expert_ranks.py RANK RANKS PORT FOLDER layers|replays. All ranks run the same part at the same time; each compares what
+came of it with the same work done alone, on all experts.
 """
 
 from __future__ import annotations
