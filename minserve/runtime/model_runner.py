@@ -172,7 +172,9 @@ class ModelRunner:
         step = self.batches.padding(1)
         padded = self._decode_graph(1, rows_per_rank, all_decode)
         rows = rows_per_rank if padded is None else None
-        return self._start(step, self.batches.stage(step, padded or 1, rows_per_rank=rows, masked=True), padded, awaits_masks=False)
+        return self._start(
+            step, self.batches.stage(step, padded or 1, rows_per_rank=rows, masked=True), padded, awaits_masks=False
+        )
 
     def _decode_graph(self, rows: int, rows_per_rank: int | None, all_decode: bool) -> int | None:
         """The size to replay for so many decode rows; None: no graph, or not in a step as the ranks agreed on."""

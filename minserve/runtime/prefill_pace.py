@@ -21,9 +21,11 @@ FORGET = 0.9995
 class PrefillPace:
     """The number of prompt tokens that goes beside decode rows, set after each step by what it took."""
 
-    def __init__(self, ratio: float, most: int) -> None:
-        """A step with prompt tokens in it may take `ratio` times what its decode rows take alone. most: tokens of any step."""
+    def __init__(self, ratio: float, most: int, floor_seconds: float = 0.0) -> None:
+        """A step with prompt tokens in it may take `ratio` times what its decode rows take alone, or `floor_seconds` if that is
+        more. most: tokens of any step."""
         self._ratio = ratio
+        self._floor_seconds = floor_seconds
         self._most = most
         self._tokens = float(min(most, 4 * LEAST_TOKENS))
         self._decode_seconds: dict[int, float] = {}
@@ -66,7 +68,8 @@ class PrefillPace:
             self._least_ratio = took if took < before else (before + min(took, 2 * before)) / 2
         else:
             self._least_ratio *= FORGET
-        allowed = max(HEADROOM * self._ratio, BEYOND_LEAST * self._least_ratio if self._least_ratio > self._ratio else 0.0)
+        ratio = max(self._ratio, self._floor_seconds / decode_seconds)
+        allowed = max(HEADROOM * ratio, BEYOND_LEAST * self._least_ratio if self._least_ratio > ratio else 0.0)
         added = max(seconds / decode_seconds - 1, 1e-3)
         aim = num_tokens * max(allowed - 1, 0.0) / added
         if aim < self._tokens:

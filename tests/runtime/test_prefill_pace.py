@@ -42,6 +42,19 @@ def test_steps_with_prompts_stay_within_the_ratio_and_use_it(ratio: float) -> No
     assert sum(mixed[20:]) / len(mixed[20:]) > 0.8 * ratio
 
 
+@pytest.mark.parametrize("decode_seconds", [0.004, 0.02])
+def test_a_floor_is_allowed_however_fast_decode_rows_are(decode_seconds: float) -> None:
+    """As on a GPU, where the first prompt token reads nearly all experts."""
+
+    def machine(tokens: int) -> float:
+        return max(decode_seconds, 0.014) + 1e-5 * tokens if tokens else decode_seconds
+
+    chosen = run(machine, 200, pace=PrefillPace(2.0, MOST, floor_seconds=0.03))
+    mixed = [machine(tokens) for tokens in chosen if tokens]
+    assert max(mixed) <= max(0.03, 2 * decode_seconds)
+    assert sum(mixed[20:]) / len(mixed[20:]) > 0.8 * max(0.03, 2 * decode_seconds)
+
+
 def test_a_fast_reader_soon_gets_whole_chunks() -> None:
     chosen = run(lambda tokens: 0.01 + 1e-6 * tokens, 30)
     assert chosen[-1] == MOST
