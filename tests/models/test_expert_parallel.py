@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_double import GlooBuffer
 from logit_comparison import assert_same_logits, prompt
 from paged_steps import PagedSteps
 from parallel_ranks import gloo, together
@@ -14,7 +15,7 @@ from parallel_ranks import gloo, together
 from minserve.errors import UsageError
 from minserve.kernels import reference
 from minserve.models.decoder import Decoder
-from minserve.models.layers.dispatcher import ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, TorchDispatcher
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint
@@ -25,17 +26,22 @@ CPU = torch.device("cpu")
 class Ranks:
     """One model on several ranks, driven step by step."""
 
-    def __init__(self, directory, num_ranks, kernels=None):
+    def __init__(self, directory, num_ranks, kernels=None, capacity=None):
+        """capacity: of DeepEP's low-latency mode, here over gloo; None: torch's collectives."""
         store = dist.HashStore()
         self.num_ranks = num_ranks
         self.groups = together(num_ranks, lambda rank: gloo(store, rank, num_ranks))
         self.models: list[Decoder] = []
         self.reports = []
+        self.buffers: list[GlooBuffer] = []
         kernels = kernels or reference.cpu()
         config = load_model_config(directory)
         for rank, group in enumerate(self.groups):
             placement = ExpertPlacement.spread(config.moe.num_experts, num_ranks, rank)
             dispatcher = TorchDispatcher(group, placement.slots_per_rank)
+            if capacity is not None:
+                self.buffers.append(GlooBuffer(group, config.moe.num_experts, capacity))
+                dispatcher = DeepEPDispatcher(self.buffers[-1], num_ranks, capacity)
             checkpoint = open_checkpoint(directory)
             options = {"dispatcher": dispatcher, "placement": placement}
             model = build_model(config, checkpoint.formats, kernels, torch.float32, CPU, **options)
@@ -85,8 +91,41 @@ def test_ranks_give_the_logits_of_one(tiny, name, num_ranks) -> None:
         assert_same_logits(logits, wanted_logits)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3_small", "qwen2_moe"])
+def test_both_modes_of_deep_ep_give_the_logits_of_one(tiny, name) -> None:
+    """Steps up to the capacity take the masked layout, larger ones the flat one; on all ranks the same, whatever each has."""
+    directory = tiny(name).directory
+    ranks, one = Ranks(directory, 2, capacity=8), alone(directory)
+    prompts = [prompt(21, 1), prompt(3, 2)]
+    wanted = [one.step([(f"r{rank}", tokens)])[0] for rank, tokens in enumerate(prompts)]
+    for (logits,), expected in zip(ranks.step([[("a", tokens)] for tokens in prompts], 21), wanted, strict=True):
+        assert_same_logits(logits, expected)
+    moe_layers = len(ranks.buffers[0].calls)
+    assert [buffer.calls for buffer in ranks.buffers] == [["normal"] * moe_layers] * 2
+    wanted = [one.step([(f"r{rank}", [7 + rank])])[0] for rank in range(2)]
+    for (logits,), expected in zip(ranks.step([[("a", [7])], [("a", [8])]], 1), wanted, strict=True):
+        assert_same_logits(logits, expected)
+    assert [buffer.calls[moe_layers:] for buffer in ranks.buffers] == [["low latency"] * moe_layers] * 2
+    loads = [sum(counts) for model in ranks.models for counts in model.expert_load().values()]
+    assert sum(loads) == moe_layers * (21 + 3 + 1 + 1) * load_model_config(directory).moe.router.top_k
+    # A prompt's piece beside another rank's decode row, then a rank that has padding alone, then one that has nothing at all.
+    wanted = [one.step([("r0", [3])])[0], one.step([("new", prompts[0][:8])])[0]]
+    for (logits,), expected in zip(ranks.step([[("a", [3])], [("b", prompts[0][:8])]], 8), wanted, strict=True):
+        assert_same_logits(logits, expected)
+    for nothing, token in ((None, 5), ([], 6)):
+        expected = one.step([("r0", [token])])[0]
+        assert_same_logits(ranks.step([[("a", [token])], nothing], 1)[0][0], expected)
+
+
+def test_deep_ep_refuses_more_tokens_than_agreed(tiny) -> None:
+    ranks = Ranks(tiny("qwen3_moe").directory, 2, capacity=8)
+    with pytest.raises(ValueError, match="3 tokens do not fit in the 2 rows"):
+        ranks.step([[("a", [1, 2, 3])], [("a", [1, 2, 3])]], 2)
+
+
+@pytest.mark.parametrize("capacity", [None, 8, 64])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_tokens_to_one_expert_lose_none(tiny, rank) -> None:
+def test_all_tokens_to_one_expert_lose_none(tiny, rank, capacity) -> None:
     """Every token of every rank chooses the same experts, all on one rank."""
     directory = tiny("deepseek_v3_small").directory
 
@@ -97,7 +136,7 @@ def test_all_tokens_to_one_expert_lose_none(tiny, rank) -> None:
         return first.expand_as(ids).contiguous(), weights
 
     kernels = dataclasses.replace(reference.cpu(), route=to_the_first)
-    ranks, one = Ranks(directory, 2, kernels), alone(directory, kernels)
+    ranks, one = Ranks(directory, 2, kernels, capacity), alone(directory, kernels)
     prompts = [prompt(40, 1), prompt(33, 2)]
     wanted = [one.step([(str(index), tokens)])[0] for index, tokens in enumerate(prompts)]
     got = ranks.step([[("a", tokens)] for tokens in prompts], 40)

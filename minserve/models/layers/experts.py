@@ -100,7 +100,10 @@ class Experts(nn.Module):
         """The experts' output in the tokens' layout: flat ones weighted and summed, masked ones neither."""
         weights = ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
         if isinstance(tokens, MaskedTokens):
-            return self.kernels.experts_masked(tokens.hidden, tokens.counts, weights)
+            if self.load is not None:
+                self.load[1:].add_(tokens.counts)
+            scale = () if tokens.scale is None else (tokens.scale,)
+            return self.kernels.experts_masked(tokens.hidden, tokens.counts, weights, *scale)
         if self.load is not None:
             slots = (tokens.slot_ids + 1).flatten().long()
             self.load.scatter_add_(0, slots, torch.ones_like(slots))
