@@ -19,7 +19,8 @@ from torch import Tensor
 class AttentionMetadata:
     """Where the step's tokens stand. Built once a step; every layer reads it. Row r owns tokens query_start_loc[r]:[r+1].
 
-    Padded rows of a graph have one token, seq_len 1 and a page table full of the dummy page 0.
+    Padded rows of a decode graph have one token, seq_len 1 and a page table full of the dummy page 0. Those of a mixed graph are
+    empty; tokens beyond the last row's end are padding of no row, and attention leaves them as they are.
     """
 
     query_start_loc: Tensor
@@ -35,8 +36,8 @@ class AttentionMetadata:
     """The same as the device tensors, on the host, for planning without a sync."""
     seq_lens_host: tuple[int, ...]
     graph: bool = False
-    """True for a decode step of a captured size, replayed or run eagerly for comparison: the tensors are the size's static
-    buffers, at the same addresses each step, and `plan_attention` refreshes in place the one plan that the graph recorded."""
+    """True for a step of a captured size, replayed or run eagerly for comparison: the tensors are the size's static buffers, at
+    the same addresses each step, and `plan_attention` refreshes in place the one plan that the graph recorded."""
 
     @property
     def decode_only(self) -> bool:
