@@ -116,11 +116,14 @@ def read_all(files: Sequence[Path]) -> float:
     """GB/s of plain reads by several threads: they also bring the files into the page cache."""
 
     def read(place: tuple[Path, int]) -> int:
+        buffer = idle.pop()
         with place[0].open("rb", buffering=0) as file:
             file.seek(place[1])
-            return file.readinto(buffers.setdefault(threading.get_ident(), bytearray(READ_BYTES)))
+            count = file.readinto(buffer)
+        idle.append(buffer)
+        return count
 
-    buffers: dict[int, bytearray] = {}
+    idle = [bytearray(READ_BYTES) for _ in range(READ_THREADS)]
     places = [(file, begin) for file in files for begin in range(0, file.stat().st_size, READ_BYTES)]
     began = time.perf_counter()
     with ThreadPoolExecutor(READ_THREADS) as pool:

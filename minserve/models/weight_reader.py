@@ -1,8 +1,9 @@
 """Moves proven byte ranges from checkpoint files into parameter views, widening where asked. Decides nothing about names.
 
 Positioned reads, not mappings: a file that shrinks meanwhile is a short read and a clear error, where a mapping would give zeros
-or kill the process. A CPU's parameters are read in place. A GPU's are read into pinned buffers, each copied on a stream of its
-own while the next is read, and widened over there. Host memory is bounded by the staging buffers: one a thread, two for a GPU.
+or kill the process. A CPU's parameters are read in place, by several threads. For a GPU the threads read into pinned buffers,
+and the calling thread alone copies from there, on a stream of its own, and widens over there: threads that all talk to CUDA
+would wait for each other more than for the files. Host memory is bounded by the staging buffers, two a thread.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -27,8 +28,6 @@ from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 PIECE_BYTES = 16 << 20
 """Tensors are read in row ranges of about this size, or several in one go: unit of parallelism, progress and staging memory."""
-_ALIGNMENT = 16
-"""Of values in a staging buffer."""
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -51,51 +50,83 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """Rows [first, last) of a transfer; a rank that holds a part of a stacked tensor plans only that part's rows."""
+class _Read:
+    """Rows [first, last) of a stored tensor."""
 
-    transfer: Transfer
+    tensor: StoredTensor
     first: int
     last: int
 
-    def reads(self) -> Iterator[tuple[StoredTensor, int, int]]:
-        """What to read for it: the tensor, then its scales, each with its rows."""
-        yield self.transfer.tensor, self.first, self.last
-        for scale in self.transfer.scales:
-            if self.transfer.widen_from == "fp8_block":
-                yield scale, self.first // BLOCK, blocks(self.last)
-            elif len(scale.shape) == 2:
-                yield scale, self.first, self.last
-            else:
-                yield scale, 0, 1
+    @property
+    def begin(self) -> int:
+        return self.tensor.begin + self.first * _row_bytes(self.tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.last - self.first) * _row_bytes(self.tensor)
+
+    def typed(self, held: Tensor) -> Tensor:
+        """These bytes, wherever they are, as rows of the stored type."""
+        return held.view(TORCH_DTYPES[self.tensor.dtype]).view(self.last - self.first, *self.tensor.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of a transfer, [first, last) of its tensor and what belongs to them of its scales."""
+
+    transfer: Transfer
+    reads: tuple[_Read, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(read.num_bytes for read in self.reads)
+
+    @property
+    def target(self) -> Tensor:
+        target = self.transfer.target.detach()
+        return (target if self.transfer.tensor.shape else target.reshape(1))[self.reads[0].first : self.reads[0].last]
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes read, the one number of a whole tensor in its first piece only."""
+        repeated = sum(read.num_bytes for read in self.reads if self.reads[0].first and not read.first)
+        return self.num_bytes - repeated
+
+    def place(self, held: Tensor) -> None:
+        """From its reads' bytes, one after the other in host memory, to where they belong, asynchronously on a GPU."""
+        target, (values, *scales) = self.target, self.reads
+        stored = TORCH_DTYPES[values.tensor.dtype]
+        if target.dtype == stored and not scales and target.is_contiguous():
+            target.view(-1).view(torch.uint8).copy_(held, non_blocking=True)
+            return
+        parts = held.to(target.device, non_blocking=True).split([read.num_bytes for read in self.reads])
+        # A split may begin at an odd place, where no wider type can be viewed.
+        typed = [read.typed(part.clone() if scales else part) for read, part in zip(self.reads, parts, strict=True)]
+        wide = _widened(self.transfer.widen_from, typed) if scales else typed[0]
+        target.copy_(wide.view(target.shape))
+        if target.dtype == torch.float16 and stored != torch.float16:
+            _prove_in_range(values.tensor, target)
 
 
 class _Staging:
-    """Host memory that a read goes into, and the stream that copies it to a GPU; None for a CPU."""
+    """Host memory that a read goes into; pinned for a GPU, and then in use until what was copied from it has arrived."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # the parameters' memory may still be in use there
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._arrived = torch.cuda.Event(blocking=True) if pinned else None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
 
-    def wait(self) -> None:
-        """Until all that was copied from here has arrived."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def clear(self, num_bytes: int) -> None:
-        """Room for this much, once what was here before is copied."""
-        self.wait()
-        self._used = 0
+    def room(self, num_bytes: int) -> Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
         if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=self.stream is not None)
+            self._buffer = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffer[:num_bytes]
 
-    def take(self, num_bytes: int) -> Tensor:
-        taken = self._buffer[self._used : self._used + num_bytes]
-        self._used += _aligned(num_bytes)
-        return taken
+    def copying(self) -> None:
+        """Copies from it are under way on the current stream."""
+        if self._arrived is not None:
+            self._arrived.record()
 
 
 class WeightReader:
@@ -121,85 +152,94 @@ class WeightReader:
         self._open_files.close()
 
     def run(self, transfers: Sequence[Transfer], on_bytes: Callable[[int], None]) -> None:
-        """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are under
-        way; all have landed at the end). The targets are on one device."""
+        """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are on
+        their way; they have landed when this returns). All targets are on one device."""
         device = transfers[0].target.device if transfers else torch.device("cpu")
-        stagings = [_Staging(device) for _ in range(self._threads * (2 if device.type == "cuda" else 1))]
-        idle: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
-        for staging in stagings:
-            idle.put(staging)
-
-        def carry_out(pieces: list[_Piece]) -> int:
-            staging = idle.get()
-            try:
-                return self._carry_out(pieces, staging)
-            finally:
-                idle.put(staging)
-
-        pieces = sorted(
-            _pieces(transfers), key=lambda piece: (piece.transfer.tensor.file, piece.transfer.tensor.begin, piece.first)
-        )
+        on_gpu = device.type == "cuda"
+        pieces = sorted(_pieces(transfers), key=lambda piece: (piece.transfer.tensor.file, piece.reads[0].begin))
+        idle = deque(_Staging(on_gpu) for _ in range(2 * self._threads))
+        under_way: deque[tuple[list[_Piece], _Staging, Future[Tensor | None]]] = deque()
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="weights")
+
+        def finish() -> None:
+            go, staging, reading = under_way.popleft()
+            held = reading.result()
+            if held is not None:
+                _place(go, held)
+                staging.copying()
+            idle.append(staging)
+            on_bytes(sum(piece.counted_bytes for piece in go))
+
         try:
-            for count in pool.map(carry_out, _goes(pieces)):
-                on_bytes(count)
+            with torch.inference_mode(), _side_stream(device) if on_gpu else contextlib.nullcontext():
+                for go in _goes(pieces):
+                    if not idle:
+                        finish()
+                    staging = idle.popleft()
+                    work = self._into_staging if on_gpu else self._into_targets
+                    under_way.append((go, staging, pool.submit(work, go, staging)))
+                while under_way:
+                    finish()
         finally:
             # After an error the files are closed next, so no worker may be left reading.
             pool.shutdown(wait=True, cancel_futures=True)
-            for staging in stagings:
-                staging.wait()
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
-        last = (tensor.shape or (1,))[0] if last is None else last
-        held = torch.empty((last - first) * _row_bytes(tensor), dtype=torch.uint8)
-        self._read(tensor, first, held)
-        return _typed(held, tensor)
+        read = _Read(tensor, first, (tensor.shape or (1,))[0] if last is None else last)
+        held = torch.empty(read.num_bytes, dtype=torch.uint8)
+        self._read(tensor.file, read.begin, held)
+        return read.typed(held)
+
+    def _into_staging(self, go: list[_Piece], staging: _Staging) -> Tensor:
+        """What the pieces need, in their order. Ranges that follow each other in a file are read in one go."""
+        held = staging.room(sum(piece.num_bytes for piece in go))
+        reads = [read for piece in go for read in piece.reads]
+        start = place = 0
+        for this, following in zip(reads, [*reads[1:], None], strict=True):
+            place += this.num_bytes
+            end = this.begin + this.num_bytes
+            if following is None or following.tensor.file != this.tensor.file or following.begin != end:
+                self._read(this.tensor.file, end - (place - start), held[start:place])
+                start = place
+        return held
 
     @torch.inference_mode()
-    def _carry_out(self, pieces: list[_Piece], staging: _Staging) -> int:
-        staging.clear(sum(map(_staged_bytes, pieces)))
-        with contextlib.nullcontext() if staging.stream is None else torch.cuda.stream(staging.stream):
-            return sum(self._place(piece, staging) for piece in pieces)
+    def _into_targets(self, go: list[_Piece], staging: _Staging) -> None:
+        for piece in go:
+            target, values = piece.target, piece.reads[0].tensor
+            if not piece.transfer.scales and target.dtype == TORCH_DTYPES[values.dtype] and target.is_contiguous():
+                self._read(values.file, piece.reads[0].begin, target.view(-1).view(torch.uint8))
+            else:
+                piece.place(self._into_staging([piece], staging))
 
-    def _place(self, piece: _Piece, staging: _Staging) -> int:
-        """Bytes read for the piece, each counted in one piece of its transfer."""
-        tensor, target = piece.transfer.tensor, piece.transfer.target.detach()
-        target = (target if tensor.shape else target.reshape(1))[piece.first : piece.last]
-        dtype = TORCH_DTYPES[tensor.dtype]
-        if not piece.transfer.scales and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            landed = target.view(-1).view(torch.uint8)
-            self._read(tensor, piece.first, landed)
-            return landed.numel()
-        count, stored = 0, []
-        for source, first, last in piece.reads():
-            held = staging.take((last - first) * _row_bytes(source))
-            self._read(source, first, held)
-            stored.append(_typed(held, source))
-            repeated = piece.first and not first  # the one number of a whole tensor, which every piece reads
-            count += 0 if repeated else held.numel()
-        values = stored[0].view(target.shape[:1] + tensor.shape[1:])
-        if piece.transfer.scales:
-            values = _widened(piece.transfer.widen_from, [part.to(target.device, non_blocking=True) for part in stored])
-        elif values.dtype != target.dtype:
-            values = values.to(target.device, non_blocking=True)  # cast over there
-        target.copy_(values, non_blocking=True)
-        if target.dtype == torch.float16 and dtype != torch.float16:
-            _prove_in_range(tensor, target)
-        return count
-
-    def _read(self, tensor: StoredTensor, first_row: int, into: Tensor) -> None:
+    def _read(self, file: Path, offset: int, into: Tensor) -> None:
         view = memoryview(into.numpy().data)
-        offset = tensor.begin + first_row * _row_bytes(tensor)
-        descriptor = self._descriptors[tensor.file]
         while view.nbytes:
             try:
-                count = os.preadv(descriptor, [view], offset)
+                count = os.preadv(self._descriptors[file], [view], offset)
             except OSError as error:
-                raise CheckpointError(f"{tensor.file}: reading {tensor.name} failed: {error.strerror}") from None
+                raise CheckpointError(f"{file}: reading from byte {offset:,} on failed: {error.strerror}") from None
             if count == 0:
-                raise CheckpointError(f"{tensor.file}: {count_bytes(view.nbytes)} of {tensor.name} vanished while it was read")
+                raise CheckpointError(f"{file}: {count_bytes(view.nbytes)} from {offset:,} on vanished while it was read")
             view, offset = view[count:], offset + count
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """A stream that begins where the current one is now, and has ended when this ends, whatever happens."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # the parameters' memory may still be in use there
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
+def _place(go: list[_Piece], held: Tensor) -> None:
+    for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
+        piece.place(part)
 
 
 def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
@@ -212,7 +252,16 @@ def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
             # Whole blocks, and fewer rows, because widening takes several times the stored size.
             step = max(BLOCK, step // 8 // BLOCK * BLOCK)
         for first in range(0, shape[0], step):
-            yield _Piece(transfer, first, min(first + step, shape[0]))
+            last = min(first + step, shape[0])
+            scales = (_scale_rows(transfer.widen_from, scale, first, last) for scale in transfer.scales)
+            yield _Piece(transfer, (_Read(transfer.tensor, first, last), *scales))
+
+
+def _scale_rows(kind: Format, scale: StoredTensor, first: int, last: int) -> _Read:
+    """The scales of rows [first, last)."""
+    if kind == "fp8_block":
+        return _Read(scale, first // BLOCK, blocks(last))
+    return _Read(scale, first, last) if len(scale.shape) == 2 else _Read(scale, 0, 1)
 
 
 def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -220,27 +269,13 @@ def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     go: list[_Piece] = []
     size = 0
     for piece in pieces:
-        more = _staged_bytes(piece)
-        if go and size + more > PIECE_BYTES:
+        if go and size + piece.num_bytes > PIECE_BYTES:
             yield go
             go, size = [], 0
         go.append(piece)
-        size += more
+        size += piece.num_bytes
     if go:
         yield go
-
-
-def _staged_bytes(piece: _Piece) -> int:
-    return sum(_aligned((last - first) * _row_bytes(tensor)) for tensor, first, last in piece.reads())
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _typed(held: Tensor, tensor: StoredTensor) -> Tensor:
-    """Bytes as rows of the stored type."""
-    return held.view(TORCH_DTYPES[tensor.dtype]).view(-1, *tensor.shape[1:])
 
 
 def _widened(kind: Format, stored: list[Tensor]) -> Tensor:

@@ -17,7 +17,6 @@ from minserve.models.decoder import Decoder
 from minserve.models.layers.dispatcher import ExpertPlacement
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
-from minserve.models.safetensors_header import StoredTensor
 from minserve.models.weight_reader import WeightReader
 from minserve.models.weights import load_weights
 from minserve.roofline import in_memory, shape_from_config, weight_bytes
@@ -44,13 +43,14 @@ def test_each_rank_reads_its_own_experts(
     read: set[tuple[str, int, int]] = set()
     original = WeightReader._read
 
-    def recorded(self: WeightReader, tensor: StoredTensor, first_row: int, into: Tensor) -> None:
-        read.add((tensor.name, first_row, into.nbytes))
-        original(self, tensor, first_row, into)
+    def recorded(self: WeightReader, file: Path, offset: int, into: Tensor) -> None:
+        read.add((names[file, offset], offset, into.nbytes))
+        original(self, file, offset, into)
 
     monkeypatch.setattr(WeightReader, "_read", recorded)
     directory = release[name]
     checkpoint = open_checkpoint(directory)
+    names = {(tensor.file, tensor.begin): name for name, tensor in checkpoint.tensors.items()}
     whole = rank_model(directory, checkpoint, 1, 0)
     load_weights(whole, checkpoint)
     everything, by_rank = set(read), []
