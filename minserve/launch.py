@@ -29,7 +29,7 @@ from minserve import front_workers
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
-from minserve.seat import ALONE, SEAT_VARIABLE, Seat
+from minserve.seat import ALONE, SEAT_VARIABLE, Seat, interface_towards
 from minserve.seat import encode as encode_seat
 from minserve.server.app import serve
 
@@ -267,6 +267,7 @@ def engine_environment(config: Config, seat: Seat = ALONE) -> dict[str, str]:
     # -P keeps the working directory, where anything may lie, out of the engine's imports; the package itself stays found.
     ours = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
+    environment |= bytecode_variables(config)
     folders = vendor_library_folders()
     if folders:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
@@ -279,13 +280,27 @@ def kernel_cache_variables(config: Config) -> dict[str, str]:
     return {variable: str(folder / name) for variable, name in _COMPILER_CACHES.items()}
 
 
+def bytecode_variables(config: Config) -> dict[str, str]:
+    """Images often come without Python's bytecode and forbid to write it beside the modules; then each start would compile
+    thousands of them. It is kept with the compiled kernels instead."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.cached is None or Path(torch.cached).exists():
+        return {}
+    if not sys.dont_write_bytecode and os.access(Path(torch.cached).parent.parent, os.W_OK):
+        return {}  # the first start writes it where it belongs
+    return {
+        "PYTHONPYCACHEPREFIX": str(configuration.kernel_cache_directory(config) / "python"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
 def _shared_host_variables(seat: Seat) -> dict[str, str]:
-    """Ranks of one host share its cores; those that meet on it talk over its loopback, whatever its name resolves to."""
+    """Ranks of one host share its cores; all talk over the interface on which they meet, whatever their host's name resolves to."""
     if seat.num_ranks == 1:
         return {}
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // seat.ranks_per_host))}
-    on_loopback = seat.address.startswith("127.") and sys.platform == "linux"
-    return threads | ({"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {})
+    interface = interface_towards(seat.address, seat.port)
+    return threads | ({} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
 
 
 def vendor_library_folders() -> list[str]:

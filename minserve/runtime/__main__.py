@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ def _fault(error: BaseException) -> ServerError:
 
 
 def main() -> NoReturn:
+    gc.disable()  # imports make a million objects, and none of them is garbage
     try:
         from minserve.runtime import engine
     except (ImportError, MemoryError, OSError) as error:
@@ -30,6 +32,8 @@ def main() -> NoReturn:
         except (KeyError, ValueError, OSError, FrontGone):
             sys.stderr.write(f"minserve: error: {fault}\n")
         sys.exit(fault.exit_code)
+    gc.freeze()
+    gc.enable()
     engine.leave(engine.main())
 
 

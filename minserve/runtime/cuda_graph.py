@@ -20,7 +20,7 @@ from minserve.runtime.capture_mode import capture_mode
 VARIANTS: tuple[Variant, ...] = ("argmax", "general")
 """The ways to sample; each is captured for every size of a decode step."""
 WARM_UPS = 2
-"""Runs before a recording: kernels compile in the first, libraries settle their workspaces by the second."""
+"""Runs before the first recording: kernels compile in the first, libraries settle their workspaces by the second."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LATER_STEP = 128
 _LEAST_MIXED_TOKENS = 256
@@ -187,7 +187,7 @@ class DecodeGraphs(Generic[Result]):
         work = self._prepare(size)
         for variant in self._variants:
             with capture_mode("warm-up", padded_batch_size=size, kind=self._kind) as flags:
-                for _ in range(WARM_UPS):
+                for _ in range(1 if self._graphs else WARM_UPS):
                     self._recorder.warm_up(lambda: work(variant, flags))  # noqa: B023 - called at once
             with capture_mode("record", padded_batch_size=size, kind=self._kind) as flags:
                 self._graphs[size, variant] = self._recorder.record(lambda: work(variant, flags))  # noqa: B023

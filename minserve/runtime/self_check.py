@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import functools
 import random
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+import torch.autograd.profiler
 from torch import Tensor
+from torch.autograd import DeviceType
 
 from minserve.errors import SelfCheckFailed
-from minserve.kernels.interface import AttentionShape
 from minserve.models.decoder import Decoder
 from minserve.models.model import Model
 from minserve.models.sampler import SamplerState, Variant
@@ -37,6 +36,8 @@ _LONG_ROW_TOKENS = 2048
 _STATE = ("output_index", "last_tokens", "broken_rows", "token_counts")
 """What sampling writes."""
 _PARAMETERS = ("reals", "integers")
+_MARK = "spin_kernel"
+"""What the profiler calls the kernel of torch.cuda._sleep."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +131,14 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
         batch.token_ids[trial.real :].fill_(0 if poison is None else poison)
     plan = runner.plan(batch)
     start = _copies(runner.sampler, _STATE)
+    _fill_cache(runner, step, trial.seed)
+    written = _Places(runner, batch.attention.slot_mapping[: trial.real])
 
     def outcome(run: Callable[[], Sampled | tuple[Tensor]]) -> dict[str, Tensor]:
         for name, values in start.items():
             getattr(runner.sampler, name).copy_(values)
-        _fill_cache(runner, step, trial.seed)
-        return _results(run(), runner, batch, slots, trial.real)
+        written.poison()
+        return _results(run(), runner, written, slots, trial.real)
 
     def replay() -> Sampled | tuple[Tensor]:
         for tensor in graphs.result(trial.size, trial.variant):
@@ -262,27 +265,35 @@ def _clear_cache(runner: ModelRunner, step: ScheduledStep) -> None:
         layer[where] = torch.nan
 
 
-def _results(left: Sampled | tuple[Tensor], runner: ModelRunner, batch: Batch, slots: Tensor, real: int) -> dict[str, Tensor]:
+class _Places:
+    """Where in the cache a step writes its tokens' entries."""
+
+    def __init__(self, runner: ModelRunner, slot_mapping: Tensor) -> None:
+        pages, offsets = slot_mapping // runner.limits.page_size, slot_mapping % runner.limits.page_size
+        self._where = (pages, offsets) if runner.model.attention_shape.kind == "mla" else (pages, slice(None), offsets)
+        self._cache = runner.kv_cache
+
+    def poison(self) -> None:
+        for layer in self._cache:
+            layer[self._where] = torch.nan
+
+    def entries(self) -> Tensor:
+        """[tokens, layers, numbers of an entry]"""
+        return torch.stack([layer[self._where].flatten(1) for layer in self._cache], dim=1)
+
+
+def _results(left: Sampled | tuple[Tensor], runner: ModelRunner, written: _Places, slots: Tensor, real: int) -> dict[str, Tensor]:
     """Copies of all that the step left for its real rows, each [real, ...]."""
-    kind, page_size = runner.model.attention_shape, runner.limits.page_size
-    places = batch.attention.slot_mapping[:real]
-    entries = [_entries(layer, kind, places, page_size) for layer in runner.kv_cache]
-    written = torch.stack(entries, dim=1)
     if not isinstance(left, Sampled):
-        return {"hidden": left[0][:real].clone(), "KV entries": written}
+        return {"hidden": left[0][:real].clone(), "KV entries": written.entries()}
     return {
         "hidden": left.hidden[:real].clone(),
         "logits": left.logits[:real].clone(),
         "tokens": left.tokens[:real].clone(),
-        "KV entries": written,
+        "KV entries": written.entries(),
         "last tokens": runner.sampler.last_tokens[slots],
         "output index": runner.sampler.output_index[slots],
     }
-
-
-def _entries(layer: Tensor, shape: AttentionShape, places: Tensor, page_size: int) -> Tensor:
-    pages, offsets = places // page_size, places % page_size
-    return (layer[pages, offsets] if shape.kind == "mla" else layer[pages, :, offsets]).flatten(1)
 
 
 def _compare(trial: Trial, how: str, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -312,18 +323,19 @@ def _copies(sampler: SamplerState, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def _count_all_streams(runner: ModelRunner, graphs: DecodeGraphs[Sampled]) -> dict[int, int]:
-    counts = {}
-    for size in graphs.sizes:
-        runner.prepare_padding(size)
-        count = count_streams(lambda: graphs.replay(size, "argmax"))  # noqa: B023 - called at once
-        if count is None:
-            return {}
+    def replays() -> Iterator[Callable[[], object]]:
+        for size in graphs.sizes:
+            runner.prepare_padding(size)
+            yield functools.partial(graphs.replay, size, "argmax")
+
+    found = kernel_streams(replays())
+    counts = {size: len(set(streams)) for size, streams in zip(graphs.sizes, found, strict=False)}
+    for size, count in counts.items():
         if count > MOST_STREAMS:
             raise SelfCheckFailed(
                 f"the decode graph of batch size {size} runs on {count} streams, more than {MOST_STREAMS}: a side block is "
                 "recorded before the main one, or a fork has no work; each layer then pays for a change of stream"
             )
-        counts[size] = count
     return counts
 
 
@@ -337,11 +349,28 @@ def count_streams(run: Callable[[], object]) -> int | None:
 
 def trace_kernels(run: Callable[[], object]) -> list[int]:
     """The stream of each kernel that `run` launches, from a profiler's trace."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
+    return next(iter(kernel_streams([run])), [])
+
+
+def kernel_streams(runs: Iterable[Callable[[], object]]) -> list[list[int]]:
+    """The same of several runs, from one trace, since each costs more than a replay; empty when the profiler sees nothing.
+
+    What `runs` itself launches between them is not counted. torch.profiler would import half of torch's compiler.
+    """
+    with torch.autograd.profiler.profile(use_device="cuda", use_cpu=False, use_kineto=True) as profile:
+        for run in runs:
+            torch.cuda._sleep(1)  # a kernel that can be told from all others
+            run()
+            torch.cuda._sleep(1)
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [event["args"]["stream"] for event in events if event.get("cat") == "kernel"]
+    found: list[list[int]] = []
+    inside = False
+    events = [] if profile.kineto_results is None else profile.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if _MARK in event.name():
+            inside = not inside
+            if inside:
+                found.append([])
+        elif inside and event.device_type() == DeviceType.CUDA and not event.name().startswith(("Memcpy", "Memset")):
+            found[-1].append(event.device_resource_id())
+    return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +47,24 @@ def test_what_the_person_has_set_stays(tmp_path: Path, monkeypatch: pytest.Monke
     environment = launch.engine_environment(Config(kernel_cache=str(tmp_path)))
     assert environment["TRITON_CACHE_DIR"] == "/elsewhere"
     assert environment["DG_JIT_CACHE_DIR"] == str(tmp_path / "deep_gemm")
+
+
+@pytest.mark.parametrize(
+    ("there", "forbidden", "writable", "kept"),
+    [(True, True, False, False), (False, False, True, False), (False, True, True, True), (False, False, False, True)],
+)
+def test_bytecode_is_kept_where_the_modules_cannot_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, forbidden: bool, writable: bool, kept: bool
+) -> None:
+    package = tmp_path / "torch"
+    (package / "__pycache__").mkdir(parents=True)
+    cached = package / "__pycache__" / "__init__.pyc"
+    if there:
+        cached.touch()
+    spec = importlib.machinery.ModuleSpec("torch", None)
+    spec.cached = str(cached)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(os, "access", lambda path, _: writable and Path(path) == package)
+    monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+    wanted = {"PYTHONPYCACHEPREFIX": str(tmp_path / "cache" / "python"), "PYTHONDONTWRITEBYTECODE": ""}
+    assert launch.bytecode_variables(Config(kernel_cache=str(tmp_path / "cache"))) == (wanted if kept else {})

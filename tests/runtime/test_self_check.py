@@ -183,7 +183,7 @@ def test_without_graphs_there_is_nothing_to_compare(tiny_dir):
 @pytest.mark.parametrize(("streams", "refused"), [(1, False), (3, False), (4, True), (61, True)])
 def test_too_many_streams_are_refused(tiny_dir, monkeypatch, streams, refused):
     runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(2, 6))
-    monkeypatch.setattr(self_check, "count_streams", lambda run: (run(), streams)[1])
+    monkeypatch.setattr(self_check, "kernel_streams", lambda runs: [run() and [*range(streams)] for run in runs])
     if refused:
         with pytest.raises(SelfCheckFailed, match=f"batch size 2 runs on {streams} streams, more than 3"):
             self_check._count_all_streams(runner, runner.graphs)
