@@ -72,12 +72,12 @@ class DeepGemmProducts:
         self.limits = limits or Limits()
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-        """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations."""
+        """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations, but for a few rows."""
         if weight.scale is None or x.dtype != torch.bfloat16:
             return triton_linear.linear(x, weight, bias)
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if rows.shape[0] == 0 or n_size % 64 or k_size % FP8_BLOCK:
+        if rows.shape[0] <= triton_linear.VECTOR_ROWS_FP8 or n_size % 64 or k_size % FP8_BLOCK:
             return triton_linear.linear(x, weight, bias)
         quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
         assert scales is not None

@@ -1,8 +1,9 @@
 """How our Triton kernels follow one another on a stream: programmatic dependent launch, and the last program of a group.
 
-The rules that make an early start safe: every program of a kernel launched with `dependent_launch` calls `follow` before it
-touches anything but weights, early returns included, and calls `lead` at any time. A kernel then starts while its
-predecessor drains, and its loads of weights overlap with it. Knows no kernel.
+The rules that make an early start safe: every program of a kernel launched with `dependent_launch` calls `follow`, early
+returns included, and calls `lead` at any time. Before `follow` it touches only what no kernel of the step writes: weights, and
+the step's own inputs (positions, lengths, pages), which lie ready before the step's first kernel, an ordinary launch. A
+kernel then starts while its predecessor drains, and what it loads early overlaps with it. Knows no kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
 
 
 @triton.jit
@@ -50,10 +51,12 @@ def _attention_kernel(
     decode: tl.constexpr,
     split: tl.constexpr,
     latent: tl.constexpr,
+    dependent: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_tail: tl.constexpr,
+    lines: tl.constexpr,
     least_part: tl.constexpr,
 ):
     """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
@@ -63,6 +66,7 @@ def _attention_kernel(
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
+    lead(dependent)
     if decode:
         row = block // blocks_per_row
         begin = row
@@ -83,6 +87,7 @@ def _attention_kernel(
         length = tl.load(query_start + row + 1) - begin
         first = (block - begin * group // block_m - row) * block_m
         if first >= length * group:
+            follow(dependent)
             return
     seq_len = tl.load(seq_lens + row)
     pair = first + tl.arange(0, block_m)
@@ -92,6 +97,23 @@ def _attention_kernel(
     last_visible = seq_len - length + pair // group
     dims = tl.arange(0, block_d)
     in_dims = dims < head_dim
+    stop = tl.minimum(seq_len, seq_len - length + (tl.minimum(first + block_m, length * group) - 1) // group + 1)
+    start = 0
+    if split:
+        each = tl.maximum(tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n, least_part)
+        start = part * each
+        stop = tl.minimum(stop, start + each)
+    table = page_table + row.to(tl.int64) * table_stride
+    if dependent:
+        # What lies in the cache from earlier steps can be fetched while the kernel before still runs.
+        early = start + tl.arange(0, block_n)
+        early_page = tl.load(table + early // page_size, mask=early < stop, other=0).to(tl.int64)
+        keys_at = cache + early_page * page_stride + (early % page_size) * token_stride + kv_head * head_stride
+        line = tl.arange(0, lines) * (1024 // cache.dtype.element_ty.primitive_bitwidth)
+        fetch_ahead(keys_at[:, None] + tl.minimum(line, head_dim + tail_dim - 1)[None, :])
+        if not latent:
+            fetch_ahead(keys_at[:, None] + value_offset + tl.minimum(line, head_dim - 1)[None, :])
+    follow(dependent)
     q_tile = tl.load(
         q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
         mask=real[:, None] & in_dims[None, :],
@@ -104,16 +126,9 @@ def _attention_kernel(
             mask=real[:, None] & (tails < tail_dim)[None, :],
             other=0.0,
         )
-    stop = tl.minimum(seq_len, seq_len - length + (tl.minimum(first + block_m, length * group) - 1) // group + 1)
-    start = 0
-    if split:
-        each = tl.maximum(tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n, least_part)
-        start = part * each
-        stop = tl.minimum(stop, start + each)
     top = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_d], tl.float32)
-    table = page_table + row.to(tl.int64) * table_stride
     for n in range(start, stop, block_n):
         place = n + tl.arange(0, block_n)
         visible = place < stop
@@ -161,9 +176,18 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partial, partial_lse, out, num_splits, head_dim: tl.constexpr, block_splits: tl.constexpr, block_d: tl.constexpr
+    partial,
+    partial_lse,
+    out,
+    num_splits,
+    head_dim: tl.constexpr,
+    dependent: tl.constexpr,
+    block_splits: tl.constexpr,
+    block_d: tl.constexpr,
 ):
     """Parts of one (token, head), weighted by their share of the softmax's sum, added in order."""
+    lead(dependent)
+    follow(dependent)
     flat = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * block_d + tl.arange(0, block_d)
     parts = tl.arange(0, block_splits)
@@ -301,11 +325,13 @@ class TritonAttention:
             block_m=tiles.block_m,
             block_n=tiles.block_n,
             block_d=block_d,
+            lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
             # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
             least_part=tiles.block_n if blocks * shape.num_kv_heads * splits <= 2 * self.num_processors else _LEAST_PART,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            **dependent_launch(q.device),
         )
         if splits > 1:
             merge_d = min(128, block_d)
@@ -318,5 +344,6 @@ class TritonAttention:
                 block_splits=triton.next_power_of_2(splits),
                 block_d=merge_d,
                 num_warps=4,
+                **dependent_launch(q.device),
             )
         return out

@@ -71,13 +71,13 @@ def _gqa_inputs_kernel(
             tl.load(q_gain + partner, mask=turning, other=0.0)[None, :],
             tl.load(k_gain + partner, mask=turning, other=0.0)[None, :],
         ).to(tl.float32)
-    lead(dependent)
-    follow(dependent)
-    source = qkv + token * token_stride + head[:, None] * head_dim
     row = cos_sin + tl.load(positions + token) * rot
     cos = tl.load(row + angle, mask=turning, other=1.0)
     sin = tl.load(row + rot // 2 + angle, mask=turning, other=0.0) * sign
     slot = tl.load(slot_mapping + token)
+    lead(dependent)
+    follow(dependent)
+    source = qkv + token * token_stride + head[:, None] * head_dim
     own = tl.load(source + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
     turned_own = own

@@ -1,4 +1,4 @@
-"""Linear layers of the torch-gpu stack: plain weights by torch, FP8 block-scaled weights by a Triton kernel.
+"""Linear layers of the torch-gpu stack: one or two rows by a Triton kernel, more by torch, or another kernel for FP8 weights.
 
 FP8 weights meet unquantised activations, as in triton_experts.py.
 """
@@ -13,7 +13,60 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minserve.kernels.interface import LinearWeight
+from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK
+
+VECTOR_ROWS = 2
+"""Up to so many rows of 16-bit inputs, reading each weight once by vector loads beats the matrix instructions."""
+VECTOR_ROWS_FP8 = 4
+
+
+@triton.jit
+def _vector_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    n_size,
+    k_size,
+    x_stride,
+    scale_columns,
+    rows: tl.constexpr,
+    fp8: tl.constexpr,
+    biased: tl.constexpr,
+    dependent: tl.constexpr,
+    block_n: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """Some whole rows of the weight, in registers before the kernel before this one has ended, times each row of x."""
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    block = tl.arange(0, blocks)
+    k = (block[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+    in_n = n < n_size
+    mask = in_n[:, None, None] & (k < k_size)
+    tile = tl.load(weight + n[:, None, None].to(tl.int64) * k_size + k, mask=mask, other=0.0, eviction_policy="evict_first")
+    if fp8:
+        scales = tl.load(
+            scale + (n // 128)[:, None] * scale_columns + block[None, :],
+            mask=in_n[:, None] & (block * 128 < k_size)[None, :],
+            other=0.0,
+        )
+    if biased:
+        offset = tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+    lead(dependent)
+    follow(dependent)
+    wide = tile.to(tl.float32)
+    for row in tl.static_range(rows):
+        # Loaded in the weights' own shape, so that no thread waits for another to hand it over.
+        values = tl.load(x + row * x_stride + k + n[:, None, None] * 0, mask=mask, other=0.0)
+        sums = tl.sum(wide * values.to(tl.float32), axis=2)
+        if fp8:
+            sums *= scales
+        result = tl.sum(sums, axis=1)
+        if biased:
+            result += offset
+        tl.store(out + row * n_size + n, result.to(out.dtype.element_ty), mask=in_n)
 
 
 @triton.jit
@@ -58,15 +111,44 @@ def _fp8_linear_kernel(
     tl.store(out + flat, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
+def _vector(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
+    n_size, k_size = weight.weight.shape
+    scale = weight.scale
+    blocks = triton.next_power_of_2(triton.cdiv(k_size, FP8_BLOCK))
+    block_n = max(1, (4096 if scale is None else 8192) // (blocks * FP8_BLOCK))
+    _vector_kernel[(triton.cdiv(n_size, block_n),)](
+        rows,
+        weight.weight,
+        weight.weight if scale is None else scale,
+        rows if bias is None else bias,
+        out,
+        n_size,
+        k_size,
+        rows.stride(0),
+        0 if scale is None else scale.stride(0),
+        rows=rows.shape[0],
+        fp8=scale is not None,
+        biased=bias is not None,
+        block_n=block_n,
+        blocks=blocks,
+        num_warps=4,
+        **dependent_launch(rows.device),
+    )
+
+
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]."""
-    if weight.scale is None:
-        return F.linear(x, weight.weight, bias)
     n_size, k_size = weight.weight.shape
+    vector = 0 < x.numel() // k_size <= (VECTOR_ROWS if weight.scale is None else VECTOR_ROWS_FP8)
+    if weight.scale is None and (not vector or weight.weight.element_size() != 2):
+        return F.linear(x, weight.weight, bias)
     out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, k_size)
     m_size = rows.shape[0]
     if m_size == 0:
+        return out
+    if vector:
+        _vector(rows, weight, bias, out)
         return out
     block_m = 16 if m_size <= 16 else 32 if m_size <= 32 else 64 if m_size <= 256 else 128
     block_n = (16 if n_size <= 4096 else 32) if block_m <= 32 else 64

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.launch import dependent_launch, follow, lead
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -27,6 +29,7 @@ def _rms_norm_kernel(
     inner_stride,
     eps,
     add: tl.constexpr,
+    dependent: tl.constexpr,
     block_rows: tl.constexpr,
     block_width: tl.constexpr,
 ):
@@ -34,6 +37,9 @@ def _rms_norm_kernel(
     columns = tl.arange(0, block_width)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     start = (rows // inner_rows) * outer_stride + (rows % inner_rows) * inner_stride
+    gain = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    lead(dependent)
+    follow(dependent)
     wide = tl.load(x + start[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     flat = rows[:, None] * width + columns[None, :]
     if add:
@@ -41,12 +47,13 @@ def _rms_norm_kernel(
         tl.store(total + flat, rounded, mask=inside)
         wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
-    gain = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     tl.store(out + flat, (wide * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, inner, x_stride, block: tl.constexpr):
+def _silu_and_mul_kernel(x, out, inner, x_stride, dependent: tl.constexpr, block: tl.constexpr):
+    lead(dependent)
+    follow(dependent)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < inner
@@ -90,6 +97,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         block_rows=block_rows,
         block_width=block_width,
         num_warps=8 if block_rows * block_width > 2048 else 4,
+        **dependent_launch(x.device),
     )
     return out, total
 
@@ -114,5 +122,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     block = min(1024, triton.next_power_of_2(inner))
-    _silu_and_mul_kernel[(rows.shape[0], triton.cdiv(inner, block))](rows, out, inner, rows.stride(0), block=block, num_warps=4)
+    _silu_and_mul_kernel[(rows.shape[0], triton.cdiv(inner, block))](
+        rows, out, inner, rows.stride(0), block=block, num_warps=4, **dependent_launch(x.device)
+    )
     return out
