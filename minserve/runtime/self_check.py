@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.autograd.profiler
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from minserve.errors import SelfCheckFailed
 from minserve.models.decoder import Decoder
