@@ -295,7 +295,7 @@ def bytecode_variables(config: Config) -> dict[str, str]:
 
 
 def _shared_host_variables(seat: Seat) -> dict[str, str]:
-    """Ranks of one host share its cores; all talk over the interface on which they meet, whatever their host's name resolves to."""
+    """Ranks of one host share its cores; all talk over the interface on which they meet, whatever a host's name resolves to."""
     if seat.num_ranks == 1:
         return {}
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // seat.ranks_per_host))}

@@ -1,9 +1,13 @@
 """Where an engine sits among the ranks that share the experts: told by launch in the engine's environment.
 
-Knows numbers and an address; nothing of processes or collectives.
+Knows numbers, an address and the way there; nothing of processes or collectives.
 """
 
 from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
 
 import msgspec
 
@@ -42,3 +46,22 @@ def encode(seat: Seat) -> str:
 def decode(text: str) -> Seat:
     """Raises ValueError for what launch would not write."""
     return msgspec.json.decode(text, type=Seat)
+
+
+def interface_towards(address: str, port: int) -> str | None:
+    """This host's network interface that leads to a host of the group, by name; None where the system does not tell.
+
+    Libraries that pick one by the host's own name may pick one that the others cannot reach.
+    """
+    request, ifreq = 0x8915, 256  # SIOCGIFADDR of Linux's <linux/sockios.h>, on a struct ifreq
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # sends nothing: only the route is looked up
+            local = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # one without an address
+                    if fcntl.ioctl(probe, request, name.encode().ljust(ifreq, b"\0"))[20:24] == local:
+                        return name
+    except OSError:
+        pass
+    return None

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,16 @@ class ServerProcess:
         log: Path,
         environment: dict[str, str] | None = None,
         engine_module: str | None = None,
+        before: Sequence[str] = (),
     ) -> None:
-        """`engine_module`: run in place of minserve.runtime."""
+        """`engine_module`: run in place of minserve.runtime. `before`: the command that starts the server's command."""
         self.log_file = log
         program = ["-m", "minserve"]
         if engine_module is not None:
             program = ["-c", f"from minserve import cli, launch; launch.ENGINE_MODULE = {engine_module!r}; cli.main()"]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "launch", "--port", "0", *arguments],
+                [*before, sys.executable, *program, "launch", "--port", "0", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
