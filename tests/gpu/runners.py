@@ -59,7 +59,15 @@ SMALL: dict[str, dict[str, Any]] = {
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def small_model(name: str, kernels: Kernels, *, layers: int = 3, fp8: bool = False, policy: str = "overlap") -> Decoder:
+def small_model(
+    name: str,
+    kernels: Kernels,
+    *,
+    layers: int = 3,
+    fp8: bool = False,
+    policy: str = "overlap",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Decoder:
     fields = json.loads((SHAPES / name / "config.json").read_text()) | SMALL[name]
     fields |= {"num_hidden_layers": layers, "vocab_size": 1024, "max_position_embeddings": 4096}
     fields |= {"eos_token_id": 1, "bos_token_id": 0, "quantization_config": FP8 if fp8 else None}
@@ -69,7 +77,7 @@ def small_model(name: str, kernels: Kernels, *, layers: int = 3, fp8: bool = Fal
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         config, formats = load_model_config(Path(folder)), formats_from_config(read_quantization_config(Path(folder)))
     lanes = CudaLanes(DEVICE) if policy == "overlap" else None
-    model = build_model(config, formats, kernels, torch.bfloat16, DEVICE, shared_expert=policy, lanes=lanes)
+    model = build_model(config, formats, kernels, dtype, DEVICE, shared_expert=policy, lanes=lanes)
     dummy_weights(model, 0)
     model.finish_load()
     return model
@@ -85,7 +93,8 @@ def runner_of(model: Decoder, kernels: Kernels, *, max_num_seqs: int = 40, num_p
         vocab_size=model.config.vocab_size,
     )
     shape = (num_pages + 1, *kv_page_shape(model.attention_shape, 64))
-    cache = [torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(model.num_layers)]
+    dtype = model.embedding.weight.dtype
+    cache = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(model.num_layers)]
     return ModelRunner(model, kernels, cache, limits, DEVICE)
 
 
@@ -98,9 +107,10 @@ def small_runner(
     fp8: bool = False,
     policy: str = "overlap",
     max_num_seqs: int = 40,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ModelRunner:
     kernels = change(stacks.build(stack, DEVICE))
-    model = small_model(name, kernels, layers=layers, fp8=fp8, policy=policy)
+    model = small_model(name, kernels, layers=layers, fp8=fp8, policy=policy, dtype=dtype)
     return runner_of(model, kernels, max_num_seqs=max_num_seqs)
 
 

@@ -7,6 +7,7 @@ import re
 
 import msgspec
 import pytest
+import torch
 from gpu.runners import capture, small_runner
 from runtime import constrained_loop
 
@@ -35,7 +36,7 @@ def requests(temperature: float) -> list[Request]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b"])
 def test_graphs_and_eager_steps_agree(name: str, temperature: float) -> None:
-    runner = small_runner(name)
+    runner = small_runner(name, dtype=torch.float32)  # 16 bits round otherwise in other batches, and draws turn with it
     eager = constrained_loop.run(runner, requests(temperature), PIECES)
     capture(runner, (8, 40))
     replayed = constrained_loop.run(runner, requests(temperature), PIECES)
@@ -43,5 +44,6 @@ def test_graphs_and_eager_steps_agree(name: str, temperature: float) -> None:
         for tokens in (eager[number], replayed[number]):
             text = b"".join(PIECES[token] for token in tokens).decode()
             assert re.fullmatch(REGEX, text) or len(tokens) == 20
-    same = sum(eager[number] == replayed[number] for number in range(24))
-    assert same >= 20  # other batch sizes round otherwise, and a close choice may turn
+    different = [number for number in range(24) if eager[number] != replayed[number]]
+    print(name, temperature, "requests that differ:", different)  # noqa: T201
+    assert len(different) <= 1
