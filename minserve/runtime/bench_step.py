@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,11 +32,12 @@ from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
 from minserve.models.model_config import load_model_config
 from minserve.request import SamplingParams
-from minserve.runtime import assembly, kv_cache
+from minserve.runtime import assembly, bench_ranks, kv_cache
 from minserve.runtime.assembly import Backend
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
+from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.self_check import trace_kernels
 from minserve.runtime.startup import Timeline
@@ -69,6 +71,9 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. The last line of the output is JSON."""
     options = _parse(arguments)
+    seat = bench_ranks.own_seat()
+    if options.ep_size != seat.num_ranks:
+        return bench_ranks.spawn(["-P", "-m", "minserve.runtime.bench_step", *(arguments or sys.argv[1:])], options.ep_size)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     try:
         report = _bench(options)
@@ -92,6 +97,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap"], default=["overlap"], help="of graphs")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts, each with the whole batch")
+    parser.add_argument("--moe-dispatcher", default="auto", choices=["auto", "deepep", "torch"])
+    parser.add_argument("--skew", type=float, default=0.0, help="how much the correction bias favours the first experts")
     return parser.parse_args(arguments)
 
 
@@ -107,13 +115,19 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             stack=options.stack,
             max_num_seqs=max(options.batch),
             shared_expert="serial",  # the plans are switched from measurement to measurement
+            ep_size=options.ep_size,
+            moe_dispatcher=options.moe_dispatcher,
         )
+        group = bench_ranks.join(on_gpus=options.device != "cpu")
         raw = json.loads((directory / "config.json").read_text())
         model_config = load_model_config(directory)
         if options.context > model_config.max_position_embeddings:
             raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
         backend = assembly.choose_backend(config, model_config)
-        model, *_ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"))
+        exchange = assembly.connect(config, model_config, backend, group)
+        model, *_ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"), exchange)
+    _skew(model, options.skew)
+    group.wait_for_all("loaded")
     shape = roofline.shape_from_config(raw)
     loaded = time.monotonic()
     rows = []
@@ -123,7 +137,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         runner = _runner(model, backend, config, batch, options.context)
         step = _step(runner, options.context)
         hit[batch] = _distinct_experts(runner, step)
-        floor = roofline.step_floor(shape, GPU, batch, options.context).seconds * 1e3
+        floor = roofline.step_floor(shape, GPU, batch, options.context, options.ep_size).seconds * 1e3
         for mode in _modes(model, options):
             rows.append(_measure(runner, step, mode, floor, options.steps))
             log.info("%s", rows[-1])
@@ -140,11 +154,34 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(backend.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU",
         "floor_of": GPU.name,
+        "ranks": group.seat.num_ranks,
+        "dispatcher": "local" if exchange is None else exchange.name,
+        "skew": options.skew,
+        "busiest_rank": _busiest(model, group),
         "distinct_experts": hit,
         "traces": traces,
         "load_seconds": round(loaded - began, 1),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
+
+
+def _skew(model: Decoder, skew: float) -> None:
+    """Make the first experts popular: their correction bias falls with the logarithm of their number."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.correction_bias is not None and skew:
+            places = torch.arange(1, len(module.correction_bias) + 1, device=module.correction_bias.device)
+            module.correction_bias.copy_(-skew * places.log() / places.log().max())
+
+
+def _busiest(model: Decoder, group: Group) -> float | None:
+    """The (token, expert) pairs of the rank that had most, over the mean; None for an engine alone."""
+    if group.collectives is None:
+        return None
+    own = torch.tensor(float(sum(map(sum, model.expert_load().values()))))
+    most, total = own.clone(), own.clone()
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group.collectives)
+    torch.distributed.all_reduce(total, group=group.collectives)
+    return round(float(most * group.seat.num_ranks / total), 3)
 
 
 def _with_layers(source: Path, layers: int | None, folder: Path) -> Path:
@@ -331,6 +368,8 @@ def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
 
 def _show(report: dict[str, Any]) -> None:
     title = f"{report['model']}: decode step on {report['device']}, {report['stack']}, context {report['context']}"
+    if report["ranks"] > 1:
+        title += f"; each of {report['ranks']} ranks, {report['dispatcher']}, busiest rank {report['busiest_rank']} of the mean"
     table = Table(title=title, title_justify="left")
     for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share"):
         table.add_column(column, justify="left" if column == "mode" else "right")

@@ -59,6 +59,30 @@ def test_refusals_are_sentences(shape, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_ranks_step_together_and_the_first_one_tells(shape):
+    words = [str(shape), "--batch", "2", "--context", "8", "--steps", "3", "--modes", "eager", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "minserve.runtime.bench_step", *words, "--ep-size", "2", "--skew", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["ranks"] == 2 and report["dispatcher"] == "torch.distributed (gloo)"
+    assert report["busiest_rank"] > 1.5  # popular experts are the first rank's
+    assert done.stdout.count('"bench": "step"') == 1
+
+
+def test_a_rank_that_fails_ends_all(shape):
+    words = [str(shape), "--batch", "1", "--device", "cpu", "--ep-size", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "minserve.runtime.bench_step", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert "--ep-size 3 does not divide the model's 16 experts" in done.stderr
+
+
 def test_through_the_command_line(shape):
     words = [str(shape), "--batch", "1", "--context", "8", "--steps", "5", "--modes", "eager", "--device", "cpu"]
     done = subprocess.run(
