@@ -141,7 +141,7 @@ class HostMemory:
         self._thread.start()
 
     def _follow(self) -> None:
-        while not self._stop.wait(0.002):
+        while not self._stop.wait(0.01):
             self.peak = max(self.peak, anonymous_bytes())
 
     def end(self, device: torch.device) -> dict[str, float]:

@@ -32,9 +32,9 @@ def _by_storage(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, _NamedViews]
     found: dict[int, _NamedViews] = {}
     for name, tensor in tensors:
         if tensor.numel():
-            storage = tensor.untyped_storage()
             # On the meta device no memory has an address: there the storage object stands for it.
-            found.setdefault(storage._cdata if tensor.is_meta else storage.data_ptr(), []).append((name, tensor))
+            begin = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+            found.setdefault(tensor.untyped_storage()._cdata if tensor.is_meta else begin, []).append((name, tensor))
     return found
 
 
@@ -87,16 +87,18 @@ def _merge(begin: _Bytes, end: _Bytes) -> _Bytes:
 def _ranges(views: _NamedViews) -> tuple[_Bytes, _Bytes, _Bytes]:
     """(begins, ends, index into views) of all contiguous byte runs, by rising begin."""
     runs = [_runs(view) for _, view in views]
-    begin = np.concatenate([np.zeros(0, np.int64), *(begins for begins, _ in runs)])
-    counts = [begins.size for begins, _ in runs]
+    begin = np.array([start for starts, _ in runs for start in starts], np.int64)
+    counts = [len(starts) for starts, _ in runs]
     length = np.repeat(np.array([length for _, length in runs], np.int64), counts)
     owner = np.repeat(np.arange(len(runs)), counts)
     order = np.argsort(begin, kind="stable")
     return begin[order], (begin + length)[order], owner[order]
 
 
-def _runs(view: Tensor) -> tuple[_Bytes, int]:
+def _runs(view: Tensor) -> tuple[Sequence[int], int]:
     """(begins, length) in bytes of a strided view's contiguous runs, whatever the order of its dimensions."""
+    if view.is_contiguous():
+        return (int(view.storage_offset()) * view.element_size(),), view.numel() * view.element_size()
     dimensions = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1)
     run = 1
     while dimensions and dimensions[0][0] == run:
@@ -104,4 +106,4 @@ def _runs(view: Tensor) -> tuple[_Bytes, int]:
     begins = np.array([view.storage_offset()], np.int64)
     for stride, size in dimensions:
         begins = (begins[:, None] + stride * np.arange(size, dtype=np.int64)).reshape(-1)
-    return begins * view.element_size(), run * view.element_size()
+    return (begins * view.element_size()).tolist(), run * view.element_size()
