@@ -74,15 +74,6 @@ def test_ranks_step_together_and_the_first_one_tells(shape):
     assert done.stdout.count('"bench": "step"') == 1
 
 
-def test_a_rank_that_fails_ends_all(shape):
-    words = [str(shape), "--batch", "1", "--device", "cpu", "--ep-size", "3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "minserve.runtime.bench_step", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == ExitCode.USAGE
-    assert "--ep-size 3 does not divide the model's 16 experts" in done.stderr
-
-
 def test_through_the_command_line(shape):
     words = [str(shape), "--batch", "1", "--context", "8", "--steps", "5", "--modes", "eager", "--device", "cpu"]
     done = subprocess.run(
