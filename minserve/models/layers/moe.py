@@ -5,6 +5,8 @@ Knows neither where experts live (the dispatcher does) nor how streams are order
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from minserve.errors import UsageError
@@ -31,6 +33,10 @@ class SigmoidGatedMLP(nn.Module):
         return gated
 
 
+def _not_fused(reason: str) -> UsageError:
+    return UsageError(f"--shared-expert fused: {reason}; use overlap, serial or auto")
+
+
 class MixtureOfExperts(nn.Module):
     """Routed experts plus, where the model has one, the shared expert, which is added unscaled: [T, H] -> [T, H].
 
@@ -45,30 +51,36 @@ class MixtureOfExperts(nn.Module):
         if config.shared_intermediate_size:
             kind = SigmoidGatedMLP if config.shared_gated else GatedMLP
             self.shared = kind(f"{prefix}.{shared}", hidden_size, config.shared_intermediate_size, build)
-        self._fused_slots = self._slots_of_shared(config) if build.fuse_shared and self.shared is not None else 0
-        self.router = Router(f"{prefix}.gate", hidden_size, config, build, always_on=self._fused_slots)
+        self.router = Router(f"{prefix}.gate", hidden_size, config, build)
+        self._to_be_fused = build.fuse_shared and self.shared is not None
+        if self._to_be_fused:
+            self._fusable()  # refused now, not after all weights have been read
 
-    def _slots_of_shared(self, config: MoeConfig) -> int:
-        """As how many routed experts the shared one can be computed. Raises UsageError where it cannot."""
-        count, rest = divmod(config.shared_intermediate_size, config.intermediate_size)
-        reason = None
-        if not isinstance(self.shared, GatedMLP):
-            reason = "this model's shared expert is gated, and the routed kernels have no gate"
-        elif rest:
-            reason = f"its width {config.shared_intermediate_size} is no multiple of a routed one's, {config.intermediate_size}"
-        elif self.experts.placement.num_ranks > 1:
-            reason = "the routed experts are spread over ranks, and each rank needs the shared one"
-        elif not self.experts.takes(self.shared):
-            reason = f"its weights are kept in another format than the routed ones' {LAYOUTS[self.experts.kept].title}"
-        if reason is not None:
-            raise UsageError(f"--shared-expert fused: {reason}; use overlap, serial or auto")
-        return count
+    def _fusable(self) -> tuple[GatedMLP, int]:
+        """The shared expert, and as how many routed ones it can be computed. Raises UsageError where it cannot."""
+        shared, width = self.shared, self.experts.intermediate_size
+        if not isinstance(shared, GatedMLP):
+            raise _not_fused("this model's shared expert is gated, and the routed kernels have no gate")
+        count, rest = divmod(shared.down.weight.shape[1], width)
+        if rest:
+            raise _not_fused(f"the shared expert is no multiple of a routed one's {width} wide")
+        if self.experts.placement.num_ranks > 1:
+            raise _not_fused("the routed experts are spread over ranks, and each rank needs the shared one")
+        if not self.experts.takes(shared):
+            raise _not_fused(f"the shared expert is not kept as the routed ones are ({LAYOUTS[self.experts.kept].title})")
+        return shared, count
+
+    def fuse(self) -> None:
+        """The shared expert leaves its own matrices for always-on slots behind the routed experts'."""
+        shared, count = self._fusable()
+        self.experts.append(shared, count)
+        self.router.config = dataclasses.replace(self.router.config, always_on=count)
+        self.shared = None
 
     def finish_load(self) -> None:
-        """A fused shared expert leaves its own matrices for slots behind the routed experts'."""
-        if self._fused_slots and isinstance(self.shared, GatedMLP):
-            self.experts.append(self.shared, self._fused_slots)
-            self.shared = None
+        """After the last copy, before the first forward."""
+        if self._to_be_fused:
+            self.fuse()
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, plan: StreamPlan) -> Tensor:
         """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,10 +16,10 @@ from minserve.models.layers.linear import parameter
 class Router(nn.Module):
     """[T, H] -> (expert ids int32 [T, k], weights fp32 [T, k]). All in fp32: a bias rounded to bf16 changes choices."""
 
-    def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext, *, always_on: int = 0) -> None:
+    def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
         self.prefix = prefix
-        self.config = dataclasses.replace(config.router, always_on=always_on)
+        self.config = config.router
         self.kernels = build.kernels
         self.weight = parameter((config.num_experts, hidden_size), torch.float32, build.device)
         self.correction_bias = parameter((config.num_experts,), torch.float32, build.device) if config.correction_bias else None
