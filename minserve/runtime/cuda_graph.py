@@ -92,9 +92,12 @@ class CudaRecorder:
         with self._capture_stream():
             work()
 
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        return torch.cuda.CUDAGraph()
+
     def record(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
+        graph = self.new_graph()
         with torch.cuda.stream(self._stream):
             # Other threads may touch CUDA meanwhile; their calls are no part of this capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
