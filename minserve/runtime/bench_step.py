@@ -94,13 +94,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="steps of one repeat")
     parser.add_argument("--stack", default="auto", help="kernel stack")
     parser.add_argument("--modes", nargs="+", choices=["eager", "graph"], default=["graph", "eager"])
-    parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap"], default=["overlap"], help="of graphs")
+    parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap", "fused"], default=["overlap"], help="of graphs")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts, each with the whole batch")
     parser.add_argument("--moe-dispatcher", default="auto", choices=["auto", "deepep", "torch"])
     parser.add_argument("--skew", type=float, default=0.0, help="how much the correction bias favours the first experts")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "fused" in options.shared_expert and len(options.shared_expert) > 1:
+        parser.error("--shared-expert fused lays the weights out otherwise: measure it in a run of its own")
+    return options
 
 
 def _bench(options: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             dtype=options.dtype,
             stack=options.stack,
             max_num_seqs=max(options.batch),
-            shared_expert="serial",  # the plans are switched from measurement to measurement
+            shared_expert="fused" if options.shared_expert == ["fused"] else "serial",  # which may be overlapped at any time
             ep_size=options.ep_size,
             moe_dispatcher=options.moe_dispatcher,
         )
@@ -288,7 +291,7 @@ def _trace(runner: ModelRunner, mode: str) -> dict[str, float]:
 
 
 def _capture(runner: ModelRunner, mode: str, batch: int) -> DecodeGraphs[Sampled]:
-    policy: SharedExpertPolicy = "overlap" if mode == "graph overlap" else "serial"
+    policy: SharedExpertPolicy = "overlap" if mode == "graph overlap" else "fused" if mode == "graph fused" else "serial"
     model = runner.model
     assert isinstance(model, Decoder)
     model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
