@@ -1,15 +1,29 @@
 #!/usr/bin/env bash
-# Kernel tests, then the kernel bench, on a GPU machine, from the repository root: tests/gpu/run.sh [LOG_DIRECTORY [BENCH_OPTION ...]]
-# The first run compiles for minutes; keep DG_JIT_CACHE_DIR and TRITON_CACHE_DIR for the next. Tables come last.
+# All that is shown on a GPU machine, from the repository root: tests/gpu/run.sh [LOG_DIRECTORY [KERNEL_BENCH_OPTION ...]]
+# Tests, every mode through HTTP, decode steps, kernels; a log each, tables last. The first run compiles for minutes; keep
+# DG_JIT_CACHE_DIR and TRITON_CACHE_DIR for the next.
 set -uo pipefail
 out=${1:-/tmp/minserve-gpu-tests}; shift; mkdir -p "$out"
 export OMP_NUM_THREADS=1
-start=$SECONDS
-python3 -m pytest tests/gpu -n "${TEST_PROCESSES:-10}" --confcutdir=tests/gpu -p no:cacheprovider --tb=short >"$out/tests.log" 2>&1
-status=$?
-echo "tests ended after $((SECONDS - start)) s"
-python3 -m minserve.kernels.bench "$@" >"$out/bench.log" 2>&1
-echo "bench ended after $((SECONDS - start)) s"
-grep -v '^\[{' "$out/bench.log"
+status=0
+run() { # NAME COMMAND ...
+    local name=$1 start=$SECONDS; shift
+    "$@" >"$out/$name.log" 2>&1 || { status=1; echo "$name FAILED"; }
+    echo "$name ended after $((SECONDS - start)) s"
+}
+step() { run "step-$1" python3 -m minserve bench step "configs/shapes/$2" --steps 40 "${@:3}"; }
+
+run tests python3 -m pytest tests/gpu -n "${TEST_PROCESSES:-10}" --confcutdir=tests/gpu -p no:cacheprovider --tb=short
+run modes python3 tests/gpu/serve_modes.py "$out/modes" 120
+step qwen3 qwen3-30b-a3b
+step moonlight moonlight-16b-a3b
+step deepseek deepseek-v3 --layers 8 --modes graph --shared-expert serial overlap
+step deepseek-fused deepseek-v3 --layers 8 --modes graph --shared-expert fused
+step qwen2 qwen2-57b-a14b --layers 10 --modes graph --shared-expert serial overlap
+run kernels python3 -m minserve.kernels.bench "$@"
+for name in step-qwen3 step-moonlight step-deepseek step-deepseek-fused step-qwen2 kernels modes; do
+    echo "== $name"
+    grep -v '^\[\?{' "$out/$name.log"
+done
 tail -n "${TEST_LINES:-60}" "$out/tests.log"
 exit "$status"
