@@ -147,7 +147,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     m_size = rows.shape[0]
     if m_size == 0:
         return out
-    if vector:
+    if vector or weight.scale is None:
         _vector(rows, weight, bias, out)
         return out
     block_m = 16 if m_size <= 16 else 32 if m_size <= 32 else 64 if m_size <= 256 else 128

@@ -39,9 +39,9 @@ from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
 from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits
-from minserve.runtime.self_check import trace_kernels
 from minserve.runtime.startup import Timeline
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
+from minserve.runtime.trace_step import KeepingRecorder, draw, table, trace
 
 WARM_STEPS = 5
 REPEATS = 3
@@ -97,6 +97,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap", "fused"], default=["overlap"], help="of graphs")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="list each batch's kernels, and draw a layer into a folder")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts, each with the whole batch")
     parser.add_argument("--moe-dispatcher", default="auto", choices=["auto", "deepep", "torch"])
     parser.add_argument("--skew", type=float, default=0.0, help="how much the correction bias favours the first experts")
@@ -135,7 +136,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
     loaded = time.monotonic()
     rows = []
     hit: dict[int, float | None] = {}
-    traces: dict[str, dict[str, float]] = {}
+    traces: list[dict[str, Any]] = []
     for batch in options.batch:
         runner = _runner(model, backend, config, batch, options.context)
         step = _step(runner, options.context)
@@ -146,8 +147,11 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             log.info("%s", rows[-1])
         del runner
     if backend.device.type == "cuda":  # a profiler may slow what comes after it, so it comes last
-        runner = _runner(model, backend, config, options.batch[0], options.context)
-        traces = {mode: _trace(runner, mode) for mode in _modes(model, options) if mode != "eager"}
+        for batch in options.batch if options.trace else options.batch[:1]:
+            runner = _runner(model, backend, config, batch, options.context)
+            for mode in (mode for mode in _modes(model, options) if mode != "eager"):
+                traces.append(_trace(runner, mode, _step(runner, options.context), options.trace))
+            del runner
     return {
         "bench": "step",
         "model": options.model,
@@ -279,23 +283,39 @@ def _settled(step: ScheduledStep) -> ScheduledStep:
     return ScheduledStep(number=2, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
 
 
-def _trace(runner: ModelRunner, mode: str) -> dict[str, float]:
-    """What a replay launches."""
-    batch = runner.limits.max_num_seqs
-    graphs = _capture(runner, mode, batch)
-    streams = trace_kernels(lambda: graphs.replay(batch, "argmax"))
+def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | None) -> dict[str, Any]:
+    """What a replay launches; with a folder also as a table, and one layer as a picture in it."""
+    batch, recorder = runner.limits.max_num_seqs, KeepingRecorder(runner.device)
+    graphs = _capture(runner, mode, batch, recorder)
+    runner.sampler.last_tokens.copy_(_random_tokens(runner)[0])
+    runner.launch(step).result()
+    traced = trace(runner, _settled(step), lambda: graphs.replay(batch, "argmax"), recorder.graphs[0])
     runner.graphs = None
     graphs.destroy()
-    layers = runner.model.num_layers
-    return {"batch": batch, "kernels": len(streams), "a_layer": round(len(streams) / layers, 1), "streams": len(set(streams))}
+    if folder is not None:
+        _console().print(table(traced))
+        folder.mkdir(parents=True, exist_ok=True)
+        draw(traced, folder / f"{mode.replace(' ', '-')}-{batch}.png")
+    streams = {launch.stream for launch in traced.launches}
+    a_layer = round(len(traced.launches) / traced.layers, 1)
+    return {
+        "mode": mode,
+        "batch": batch,
+        "kernels": len(traced.launches),
+        "a_layer": a_layer,
+        "streams": len(streams),
+        "gaps": round(traced.gaps / traced.span, 4),
+        "edges": traced.edges,
+    }
 
 
-def _capture(runner: ModelRunner, mode: str, batch: int) -> DecodeGraphs[Sampled]:
+def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder | None = None) -> DecodeGraphs[Sampled]:
     policy: SharedExpertPolicy = "overlap" if mode == "graph overlap" else "fused" if mode == "graph fused" else "serial"
     model = runner.model
     assert isinstance(model, Decoder)
     model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
-    graphs = DecodeGraphs(runner.prepare_padding, [batch], CudaRecorder(runner.device), runner.kernels.forget_graphs)
+    recorder = recorder or CudaRecorder(runner.device)
+    graphs = DecodeGraphs(runner.prepare_padding, [batch], recorder, runner.kernels.forget_graphs)
     graphs.capture()
     runner.use_graphs(graphs)
     return graphs
@@ -373,11 +393,11 @@ def _show(report: dict[str, Any]) -> None:
     title = f"{report['model']}: decode step on {report['device']}, {report['stack']}, context {report['context']}"
     if report["ranks"] > 1:
         title += f"; each of {report['ranks']} ranks, {report['dispatcher']}, busiest rank {report['busiest_rank']} of the mean"
-    table = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left")
     for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share"):
-        table.add_column(column, justify="left" if column == "mode" else "right")
+        shown.add_column(column, justify="left" if column == "mode" else "right")
     for row in report["rows"]:
-        table.add_row(
+        shown.add_row(
             str(row["batch"]),
             row["mode"],
             f"{row['step']:.3f}",
@@ -386,11 +406,15 @@ def _show(report: dict[str, Any]) -> None:
             f"{row['floor']:.2f}",
             f"{row['share']:.0%}",
         )
-    console = Console(file=sys.stdout, width=120, highlight=False)
-    console.print(table)
-    for mode, trace in report["traces"].items():
-        launched = f"{trace['kernels']} kernels ({trace['a_layer']} a layer)"
-        console.print(f"{mode}, batch {trace['batch']}: {launched} on {trace['streams']} streams")
+    console = _console()
+    console.print(shown)
+    for traced in report["traces"]:
+        launched = f"{traced['kernels']} kernels ({traced['a_layer']} a layer)"
+        console.print(f"{traced['mode']}, batch {traced['batch']}: {launched} on {traced['streams']} streams, {traced['edges']}")
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, width=130, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,299 @@
+"""`minserve bench step --trace`: what one replayed decode step launches, each kernel with its entry of the kernel table, its
+microseconds and bytes, the gaps between them, the graph's edges, and a picture of one layer.
+
+Names and times are the replay's. Which entry a kernel belongs to, and the bytes that this one must move, come from an eager
+run of the same step, whose kernels are the same. Knows no model; works on any runner with graphs.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from minserve.errors import EnvironmentFault
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RotaryTable
+from minserve.models.decoder import Decoder
+from minserve.runtime.cuda_graph import CudaRecorder
+from minserve.runtime.model_runner import ModelRunner
+from minserve.runtime.step import ScheduledStep
+
+_ATTENTION = ("gqa_attention", "mla_attention")
+_ENTRIES = (
+    *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
+    *_ATTENTION,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel of the replay."""
+
+    entry: str
+    """Of the kernel table, with what tells its calls apart; "" for torch's own operations."""
+    kernel: str
+    start: float
+    """Microseconds from the step's first kernel."""
+    length: float
+    stream: int
+    megabytes: float
+    """What the entry must move, with its longest kernel; 0 with its others."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTrace:
+    """A replay from its first kernel to its last."""
+
+    batch: int
+    layers: int
+    launches: tuple[Launch, ...]
+    edges: dict[str, int]
+    """How many of the graph's edges let the next kernel start early ("programmatic"), and how many do not ("full")."""
+
+    @property
+    def span(self) -> float:
+        """Microseconds."""
+        return max(launch.start + launch.length for launch in self.launches)
+
+    @property
+    def gaps(self) -> float:
+        """Microseconds in which nothing ran."""
+        idle, end = 0.0, 0.0
+        for launch in self.launches:
+            idle += max(0.0, launch.start - end)
+            end = max(end, launch.start + launch.length)
+        return idle
+
+
+class KeepingRecorder(CudaRecorder):
+    """Records graphs whose nodes and edges can still be looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        self.graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
+        return self.graphs[-1]
+
+
+def trace(runner: ModelRunner, step: ScheduledStep, replay: Callable[[], object], graph: torch.cuda.CUDAGraph) -> StepTrace:
+    """`replay` replays the kept `graph` of `step`, whose tensors are staged already."""
+    calls = _eager_calls(runner, step)
+    events = _kernels(_profile(replay))
+    first = events[0]["ts"]
+    seen: collections.Counter[str] = collections.Counter()
+    launches = []
+    for event in events:
+        # The same kernel runs in the same order in both; only lanes shift against each other.
+        owners = calls.get(event["name"], [])
+        entry, megabytes = owners[seen[event["name"]]] if seen[event["name"]] < len(owners) else ("", 0.0)
+        seen[event["name"]] += 1
+        times = event["ts"] - first, event["dur"]
+        launches.append(Launch(entry, event["name"], *times, event["args"]["stream"], megabytes))
+    return StepTrace(len(step.rows), runner.model.num_layers, tuple(launches), _edges(graph))
+
+
+def _profile(run: Callable[[], object]) -> list[dict[str, Any]]:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def _kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+
+
+def _eager_calls(runner: ModelRunner, step: ScheduledStep) -> dict[str, list[tuple[str, float]]]:
+    """Kernel name to the (entry, megabytes) of each of its launches, in order, from an eager run."""
+    moved: dict[str, float] = {}
+    table = _recording(runner.kernels, moved, [row.start + 1 for row in step.rows])
+    assert isinstance(runner.model, Decoder)
+    holders: list[Any] = [module for module in runner.model.modules() if isinstance(getattr(module, "kernels", None), Kernels)]
+    for module in holders:
+        module.kernels = table
+    graphs, runner.graphs = runner.graphs, None
+    try:
+        runner.launch(step).result()  # compiles what is new
+        moved.clear()
+        events = _profile(lambda: runner.launch(step).result())
+    finally:
+        runner.graphs = graphs
+        for module in holders:
+            module.kernels = runner.kernels
+    ranges = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == "user_annotation")
+    launched = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    kernels = _kernels(events)
+    longest: dict[str, int] = {}
+    owners = []
+    for index, event in enumerate(kernels):
+        at = launched.get(event["args"]["correlation"], -1.0)
+        owner = next((name for begin, end, name in ranges if begin <= at <= end and name in moved), "")
+        owners.append(owner)
+        if owner and (owner not in longest or event["dur"] > kernels[longest[owner]]["dur"]):
+            longest[owner] = index
+    calls: dict[str, list[tuple[str, float]]] = collections.defaultdict(list)
+    for index, (event, owner) in enumerate(zip(kernels, owners, strict=True)):
+        weight = moved[owner] / 1e6 if owner and longest[owner] == index else 0.0
+        calls[event["name"]].append((owner.partition("#")[0], weight))
+    return calls
+
+
+def _recording(kernels: Kernels, moved: dict[str, float], seq_lens: Sequence[int]) -> Kernels:
+    """The same table, which names each call "entry#number" to the profiler and notes its bytes in `moved`."""
+
+    def wrap(entry: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*arguments: Any) -> Any:
+            name = f"{_label(entry, arguments)}#{len(moved)}"
+            with torch.profiler.record_function(name):
+                result = function(*arguments)
+            moved[name] = _bytes(entry, arguments, result, seq_lens)
+            return result
+
+        return recorded
+
+    wrapped: dict[str, Any] = {entry: wrap(entry, getattr(kernels, entry)) for entry in _ENTRIES}
+    return dataclasses.replace(kernels, **wrapped)
+
+
+def _label(entry: str, arguments: tuple[Any, ...]) -> str:
+    weight = next((argument.weight for argument in arguments if isinstance(argument, LinearWeight)), None)
+    return entry if weight is None else f"{entry} {weight.shape[0]}x{weight.shape[1]}"
+
+
+def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequence[int]) -> float:
+    """What a call must read and write: each tensor once, of the cache the rows' tokens, of the experts those that were hit."""
+    if entry in _ATTENTION:
+        shape = next(argument for argument in arguments if isinstance(argument, AttentionShape))
+        cache = arguments[1] if entry == "gqa_attention" else arguments[2]
+        token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
+        return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, (arguments[0], result))))
+    if entry == "experts_flat":
+        x, slots, _, experts = arguments
+        held = sum(map(_size, _tensors(experts))) / len(experts.w13)
+        return len(slots[slots >= 0].unique()) * held + _size(x) + _size(result)
+    if entry in ("gqa_inputs", "mla_inputs"):
+        # The new cache entries are as large as the keys and values that come in; no more of the cache is touched.
+        arguments = tuple(argument for argument in arguments if not (isinstance(argument, Tensor) and argument.dim() == 5))
+        return 2.0 * _size(arguments[0]) + (_size(arguments[4]) if entry == "mla_inputs" else 0.0)
+    return float(sum(map(_size, _tensors((arguments, result)))))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, (LinearWeight, ExpertWeights)):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+    else:
+        assert not isinstance(value, (AttentionMetadata, RotaryTable))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _EdgeData(ctypes.Structure):
+    """cudaGraphEdgeData of the CUDA runtime's headers."""
+
+    _fields_ = [
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    ]
+
+
+def _edges(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
+    """A kept graph's edges by kind: 1 is programmatic in cudaGraphDependencyType. Empty where the runtime has no such call."""
+    handle = graph.raw_cuda_graph()
+    library = ctypes.CDLL(None)
+    get = getattr(library, "cudaGraphGetEdges_v2", None) or getattr(library, "cudaGraphGetEdges", None)
+    if get is None:
+        return {}
+    count = ctypes.c_size_t()
+    if get(ctypes.c_void_p(handle), None, None, None, ctypes.byref(count)):
+        return {}
+    nodes = ctypes.c_void_p * count.value
+    data = (_EdgeData * count.value)()
+    if get(ctypes.c_void_p(handle), nodes(), nodes(), data, ctypes.byref(count)):
+        return {}
+    early = sum(edge.type == 1 for edge in data)
+    return {"programmatic": early, "full": len(data) - early}
+
+
+def table(traced: StepTrace) -> Table:
+    """One line a kernel of an entry: calls a layer, microseconds, bytes, bandwidth, share of the step."""
+    rows: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
+    for launch in traced.launches:
+        rows[launch.entry or "torch", _short(launch.kernel)].append(launch)
+    edges = "".join(f", {count} {kind} edges" for kind, count in traced.edges.items())
+    shown = Table(
+        title=f"batch {traced.batch}: {len(traced.launches)} kernels, {len(traced.launches) / traced.layers:.1f} a layer, "
+        f"{traced.span / 1e3:.3f} ms, gaps {traced.gaps / traced.span:.1%}{edges}",
+        title_justify="left",
+    )
+    for column in ("entry", "kernel", "a layer", "us", "MB", "GB/s", "share"):
+        shown.add_column(column, justify="left" if column in ("entry", "kernel") else "right", overflow="fold")
+    for (entry, kernel), launches in sorted(rows.items(), key=lambda row: -sum(launch.length for launch in row[1])):
+        total = sum(launch.length for launch in launches)
+        megabytes = sum(launch.megabytes for launch in launches)
+        shown.add_row(
+            entry,
+            kernel,
+            f"{len(launches) / traced.layers:.2f}",
+            f"{total / len(launches):.2f}",
+            f"{megabytes / len(launches):.2f}" if megabytes else "",
+            f"{megabytes / total * 1e6:,.0f}" if megabytes else "",
+            f"{total / traced.span:.1%}",
+        )
+    return shown
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without its arguments: what a table has room for."""
+    return kernel.removeprefix("void ").partition("<")[0].partition("(")[0][-40:]
+
+
+def draw(traced: StepTrace, path: Path) -> None:
+    """The timeline of the middle layer, from attention to attention. Raises EnvironmentFault without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentFault("--trace draws with matplotlib: pip install 'minserve[plot]'") from error
+    starts = [launch.start for launch in traced.launches if launch.entry in _ATTENTION and launch.megabytes]
+    middle = len(starts) // 2
+    begin, end = starts[middle - 1 : middle + 1] if len(starts) > 1 else (0.0, traced.span)
+    shown = [launch for launch in traced.launches if begin <= launch.start < end]
+    streams = sorted({launch.stream for launch in shown})
+    figure = Figure(figsize=(14.0, 1.5 + 1.6 * len(streams)), layout="constrained")
+    axes = figure.subplots()
+    names = sorted({launch.entry or "torch" for launch in shown})
+    for launch in shown:
+        lane, colour = streams.index(launch.stream), f"C{names.index(launch.entry or 'torch') % 10}"
+        axes.barh(lane, launch.length, left=launch.start - begin, height=0.6, color=colour, edgecolor="white", linewidth=0.5)
+    for index, name in enumerate(names):
+        axes.barh(0, 0, color=f"C{index % 10}", label=name)
+    axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+    axes.set_xlabel("us")
+    axes.set_title(f"one layer at batch {traced.batch}: {end - begin:.1f} us", fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.savefig(path, dpi=130)
