@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from minserve.server.call_layouts import CallLayout, call_layout
 from minserve.server.reasoning import AnswerStart, ReasoningParser, ThinkTags, answer_start
 from minserve.server.tool_calls import CallArguments, CallStart, Event, ToolCallParser
-from minserve.server.tool_formats import TOOL_FORMATS, ToolFormat
+from minserve.server.tool_formats import TOOL_FORMATS, CallLayout, ToolFormat, call_layout
 
 
 class Reasoning(NamedTuple):

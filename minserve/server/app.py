@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
@@ -107,10 +108,10 @@ async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowRe
             if loading.done():
                 loading.result()  # raises what made the load fail; that also closes the engines' sockets, a death of no news
                 waiting.discard(loading)
+            if sweeping.done():
+                front.engines.lose(sweeping.result())
             if front.engines.death.done():
                 return _mourn(front.engines.death.result())
-            if sweeping.done():
-                return _mourn(sweeping.result())
             if leaving.done():
                 return await _leave(front, signals)
     finally:
@@ -144,8 +145,11 @@ async def _load(front: Front, sockets: list[socket.socket], url: str) -> None:
 async def _sweep(front: Front, slow_readers: SlowReaders) -> Death:
     """Every second: cut off clients that do not read. Returns when an engine has been silent for the watchdog's time."""
     while True:
+        began = time.monotonic()
         await asyncio.sleep(_SWEEP_SECONDS)
         slow_readers.sweep()
+        if time.monotonic() - began > 2 * _SWEEP_SECONDS:
+            front.engines.forgive()  # this process stood still itself, as a paused machine does: nobody was silent
         rank, silence = front.engines.silence()
         if silence > front.config.watchdog_timeout:
             return Death(rank, ExitCode.RANK_DIED, f"the watchdog fired: engine {rank} has said nothing for {silence:.0f} s")

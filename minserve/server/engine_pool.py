@@ -34,7 +34,7 @@ class EnginePool:
 
     def __init__(self, num_engines: int, max_queued_requests: int, worker: int = 0, num_workers: int = 1) -> None:
         def client(rank: int) -> EngineClient:
-            return EngineClient(rank, self._on_outputs, self._on_death, itertools.count(worker, num_workers))
+            return EngineClient(rank, self._on_outputs, self.lose, itertools.count(worker, num_workers))
 
         self.engines = [client(rank) for rank in range(num_engines)]
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
@@ -143,12 +143,23 @@ class EnginePool:
         age, rank = max(ages, default=(0.0, 0))
         return rank, age
 
+    def forgive(self) -> None:
+        """Forget for how long engines have been silent."""
+        for engine in self.engines:
+            engine.last_heard = time.monotonic()
+
     def token_age(self) -> float:
         """Seconds since an engine last told of a token."""
         return time.monotonic() - self._last_token_at
 
     def stats(self) -> list[StepStats]:
         return [engine.stats for engine in self.engines]
+
+    def lose(self, death: Death) -> None:
+        """An engine has ended, or is as good as dead: its clients are told."""
+        if not self.death.done():
+            self.death.set_result(death)
+        self.fail_all(unavailable("The engine has ended; the server is going down", "engine_dead"))
 
     async def shut_down(self, timeout: float) -> None:
         """Tell every engine to leave and wait for that, at most `timeout` seconds; then the sockets are closed."""
@@ -184,8 +195,3 @@ class EnginePool:
             if not self._live:
                 self._idle.set()
         return live
-
-    def _on_death(self, death: Death) -> None:
-        if not self.death.done():
-            self.death.set_result(death)
-        self.fail_all(unavailable("The engine has ended; the server is going down", "engine_dead"))

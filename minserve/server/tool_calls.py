@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeVar
 
-from minserve.server.text_marks import first_mark, unfinished_mark
+from minserve.server.reasoning import first_mark, unfinished_mark
 
 
 class CallStart(NamedTuple):

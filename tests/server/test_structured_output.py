@@ -22,11 +22,9 @@ from minserve.config import Config
 from minserve.messages import Ready
 from minserve.request import FinishReason, Request, TokenOutput
 from minserve.server.api_errors import ApiError
-from minserve.server.call_layouts import call_layout
 from minserve.server.fields import decode_object
-from minserve.server.grammars import ForcedCalls, ReasoningFirst, build_grammar
-from minserve.server.output_form import OutputForm, parse_form
-from minserve.server.tool_formats import TOOL_FORMATS
+from minserve.server.grammars import ForcedCalls, OutputForm, ReasoningFirst, build_grammar, parse_form
+from minserve.server.tool_formats import TOOL_FORMATS, call_layout
 from tests.server.conftest import BOS, EOS, Edge, Vocabulary
 
 Start = Callable[..., AbstractContextManager[Edge]]
