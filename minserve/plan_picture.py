@@ -12,6 +12,7 @@ from minserve.plan import Plan
 def draw(plan: Plan, path: Path) -> None:
     """Writes the picture in the format of the path's ending. EnvironmentFault without matplotlib, UsageError for the path."""
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EnvironmentFault("--plot needs matplotlib: pip install 'minserve[plot]'") from error
@@ -21,8 +22,8 @@ def draw(plan: Plan, path: Path) -> None:
     names = {part.replace("_", " "): size for part, size in plan.weights.items()}
     names |= {f"{part} (estimate)": size for part, size in plan.buffers.items()} | {"KV cache": plan.kv_cache}
     below = 0.0
-    for name, size in names.items():
-        colour = "lightgrey" if name == "KV cache" else None
+    for number, (name, size) in enumerate(names.items()):
+        colour = "lightgrey" if name == "KV cache" else colormaps["tab20"](number)
         axes.bar(ranks, [size / 1e9] * plan.ep_size, bottom=below, label=name, width=0.8, color=colour)
         below += size / 1e9
     axes.axhline(plan.usable / 1e9, color="black", linestyle="--", linewidth=1, label=f"usable of an {plan.gpu}")

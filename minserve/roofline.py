@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-FP8_BLOCK = 128
-INT4_GROUP = 32
+from minserve.quantization import FP8_BLOCK, INT4_GROUP, claimed_format
+
 MAX_LAYERS = 10_000
 
 Stored = Literal["plain", "fp8", "int4"]
@@ -105,8 +105,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         step = int(text.get("decoder_sparse_step") or 1)
         dense_only = set(text.get("mlp_only_layers") or ())
         sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
-    method = (text.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method")
-    fp8 = method == "fp8"
+    kind = claimed_format(text.get("quantization_config") or config.get("quantization_config") or {})
+    fp8 = kind == "fp8_block"
     heads = int(text["num_attention_heads"])
     return ModelShape(
         hidden=int(text["hidden_size"]),
@@ -133,7 +133,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         correction_bias=v3,
         linears="fp8" if fp8 else "plain",
         # A block that spans gate and up rows has no scale of its own. Releases in INT4 quantise the routed experts alone.
-        experts="fp8" if fp8 and expert_width % FP8_BLOCK == 0 else "int4" if method == "compressed-tensors" else "plain",
+        experts="fp8" if fp8 and expert_width % FP8_BLOCK == 0 else "int4" if kind == "int4_group" else "plain",
         element_bytes=4 if (text.get("dtype") or text.get("torch_dtype")) == "float32" else 2,
     )
 

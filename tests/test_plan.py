@@ -64,6 +64,19 @@ def test_int4_is_a_quarter_and_its_scales() -> None:
     assert shape_from_config(wrapped) == shape
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"0": {"weights": {"num_bits": 8}}}},
+    ],
+)
+def test_formats_that_no_start_would_accept_are_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        make_plan(config_of("qwen3-30b-a3b") | {"quantization_config": section}, "q", Settings())
+
+
 @pytest.mark.parametrize("name", TOTALS)
 @pytest.mark.parametrize("ep_size", [1, 8])
 def test_parts_add_up_to_the_usable_memory(name: str, ep_size: int) -> None:

@@ -11,33 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from minserve.errors import CheckpointError
-from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, Formats
+from minserve.models.formats import LAYOUTS, Formats
 from minserve.models.safetensors_header import StoredTensor
 from minserve.models.tensor_names import canonical_name, some
+from minserve.quantization import claimed_format
 
 _EXCLUSION_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-
-
-def claimed_format(quantization: Mapping[str, Any]) -> Format | None:
-    """The format that a section announces, None when it names none. CheckpointError for one that is not supported."""
-    method, algorithm = quantization.get("quant_method"), quantization.get("quant_algo")
-    if method == "fp8":
-        size = quantization.get("weight_block_size")
-        if size is not None and size != [BLOCK, BLOCK]:
-            raise CheckpointError(f"quantization_config.weight_block_size {size!r} is not supported, only [{BLOCK}, {BLOCK}]")
-        return "fp8_block"
-    if method == "compressed-tensors":
-        _prove_int4_claim(quantization)
-        return "int4_group"
-    if algorithm == "NVFP4" and method in (None, "modelopt", "modelopt_fp4"):
-        return "nvfp4"
-    if method is None and algorithm is None:
-        return None
-    named = " ".join(str(part) for part in (method, algorithm) if part is not None)
-    raise CheckpointError(
-        f"quantization_config: {named!r:.100} is not supported; supported: fp8 in blocks of {BLOCK}, compressed-tensors INT4 in "
-        f"groups of {INT4_GROUP}, modelopt NVFP4"
-    )
 
 
 def formats_from_config(quantization: Mapping[str, Any] | None) -> Formats:
@@ -84,19 +63,6 @@ def config_disagreements(
 
 def _titled(names: list[str], formats: Formats) -> str:
     return f"{some(names)}: {LAYOUTS[formats.of(names[0])].title}"
-
-
-def _prove_int4_claim(quantization: Mapping[str, Any]) -> None:
-    layout, groups = quantization.get("format"), quantization.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    expected = {"num_bits": 4, "type": "int", "group_size": INT4_GROUP, "symmetric": True}
-    for scheme in schemes:
-        for field, value in expected.items():
-            said = scheme.get(field, value) if isinstance(scheme, dict) else None
-            if said != value:
-                raise CheckpointError(f"quantization_config: weights.{field} is {said!r}; supported: {value!r}")
-    if layout != "pack-quantized" or not schemes:
-        raise CheckpointError(f"quantization_config: format {layout!r} is not supported; supported: 'pack-quantized' INT4")
 
 
 def _exclusion_rule(quantization: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -1,0 +1,50 @@
+"""Which storage format a config's quantisation section announces. Knows no tensors: these may say otherwise and are believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from minserve.errors import CheckpointError
+
+FP8_BLOCK = 128
+"""Rows and columns of a block that shares one FP8 scale."""
+INT4_GROUP = 32
+"""Values along a row that share one INT4 scale."""
+
+
+def claimed_format(quantization: Mapping[str, Any]) -> Literal["fp8_block", "int4_group", "nvfp4"] | None:
+    """The format that a section announces, None when it names none. CheckpointError for one that is not supported."""
+    method, algorithm = quantization.get("quant_method"), quantization.get("quant_algo")
+    if method == "fp8":
+        size = quantization.get("weight_block_size")
+        if size is not None and size != [FP8_BLOCK, FP8_BLOCK]:
+            raise CheckpointError(
+                f"quantization_config.weight_block_size {size!r} is not supported, only [{FP8_BLOCK}, {FP8_BLOCK}]"
+            )
+        return "fp8_block"
+    if method == "compressed-tensors":
+        _prove_int4_claim(quantization)
+        return "int4_group"
+    if algorithm == "NVFP4" and method in (None, "modelopt", "modelopt_fp4"):
+        return "nvfp4"
+    if method is None and algorithm is None:
+        return None
+    named = " ".join(str(part) for part in (method, algorithm) if part is not None)
+    raise CheckpointError(
+        f"quantization_config: {named!r:.100} is not supported; supported: fp8 in blocks of {FP8_BLOCK}, compressed-tensors "
+        f"INT4 in groups of {INT4_GROUP}, modelopt NVFP4"
+    )
+
+
+def _prove_int4_claim(quantization: Mapping[str, Any]) -> None:
+    layout, groups = quantization.get("format"), quantization.get("config_groups")
+    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    expected = {"num_bits": 4, "type": "int", "group_size": INT4_GROUP, "symmetric": True}
+    for scheme in schemes:
+        for field, value in expected.items():
+            said = scheme.get(field, value) if isinstance(scheme, dict) else None
+            if said != value:
+                raise CheckpointError(f"quantization_config: weights.{field} is {said!r}; supported: {value!r}")
+    if layout != "pack-quantized" or not schemes:
+        raise CheckpointError(f"quantization_config: format {layout!r} is not supported; supported: 'pack-quantized' INT4")
