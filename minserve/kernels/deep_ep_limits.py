@@ -10,7 +10,6 @@ MOST_TOP_K = 11
 """Of the same build's low-latency combine."""
 NORMAL_RANKS = (2, 4, 8)
 """Ranks of one host that its normal kernels exist for."""
-LEAST_CAPACITY = 128
 _CAPACITY_STEP = 64
 """Room for a multiple of it from each of two ranks or more is a multiple of 128 rows an expert, the products' block."""
 
@@ -51,4 +50,5 @@ def abilities(hidden_size: int, top_k: int, num_ranks: int, ranks_per_host: int)
 def capacity(max_num_seqs: int) -> int:
     """Tokens that a rank may send in a low-latency step, the same in all steps and on all ranks: every decode row and some of a
     prompt's."""
-    return max(LEAST_CAPACITY, -(-max_num_seqs // _CAPACITY_STEP + 1) * _CAPACITY_STEP)
+    decode_rows = -(-max_num_seqs // _CAPACITY_STEP) * _CAPACITY_STEP
+    return decode_rows + _CAPACITY_STEP
