@@ -14,8 +14,7 @@ import msgspec
 
 from minserve.server.answer_format import CallDelta, Reasoning
 from minserve.server.api_errors import ApiError
-from minserve.server.choice import Piece
-from minserve.server.generation import Generation
+from minserve.server.generation import Generation, Piece
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from minserve.server import messages_api, responses, usage
+from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
 from minserve.server.bodies import BodyReader
-from minserve.server.choice import Piece
-from minserve.server.chunks import CHAT, COMPLETION, AnswerShape, ChunkWriter
-from minserve.server.echo import echo_logprobs, echo_text
+from minserve.server.completions import CHAT, COMPLETION, CompletionWriter
 from minserve.server.exchange import Exchange
 from minserve.server.front import HEAVY_BYTES, Front
-from minserve.server.generation import Generation, Prompt
+from minserve.server.generation import Generation, Piece, Prompt
 from minserve.server.loaded_model import LoadedModel
-from minserve.server.logprobs import LogprobFormat
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
 from minserve.server.prompts import asks_for_grammar, prepare_chat, prepare_completion
 from minserve.server.responses import ResponseWriter
 from minserve.server.slow_readers import SlowReaders
-from minserve.server.whole_answers import WholeAnswer
 
 GRAMMAR_WEIGHT = 16
 """A byte of a body that asks for a grammar may take as long as so many bytes of text."""
@@ -54,7 +49,7 @@ class Asked(NamedTuple):
 
     options: Options
     prompts: list[Prompt]
-    shape: AnswerShape
+    id_prefix: str
     writer: Callable[[Generation], Writer]
 
 
@@ -89,8 +84,8 @@ class GenerateEndpoints:
 
     async def _answer(self, exchange: Exchange, prepare: Prepare) -> web.StreamResponse:
         with self._front.accepted() as model:
-            options, prompts, shape, writer = await self._prepared(exchange, prepare, model)
-            generation = Generation(shape, options, prompts, exchange.request_id, model, self._front.engines)
+            options, prompts, id_prefix, writer = await self._prepared(exchange, prepare, model)
+            generation = Generation(id_prefix, options, prompts, exchange.request_id, model, self._front.engines)
             with self._front.under_way(generation):
                 if options.stream:
                     return await self._stream(exchange, generation, writer(generation))
@@ -138,25 +133,25 @@ class GenerateEndpoints:
 
 
 def _chat(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    return Asked(*prepare_chat(body, model), CHAT, _CompletionWriter)
+    return Asked(*prepare_chat(body, model), "chatcmpl-", lambda made: CompletionWriter(made, CHAT))
 
 
 def _completion(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    return Asked(*prepare_completion(body, model), COMPLETION, _CompletionWriter)
+    return Asked(*prepare_completion(body, model), "cmpl-", lambda made: CompletionWriter(made, COMPLETION))
 
 
 def _response(body: bytes | bytearray, model: LoadedModel) -> Asked:
     chat, fields = responses.chat_body(body)
     with _renamed(responses.RENAMED):
         options, prompts = prepare_chat(chat, model)
-    return Asked(options, prompts, dataclasses.replace(CHAT, id_prefix="resp_"), lambda made: ResponseWriter(made, fields))
+    return Asked(options, prompts, "resp_", lambda made: ResponseWriter(made, fields))
 
 
 def _message(body: bytes | bytearray, model: LoadedModel, *, counts_only: bool = False) -> Asked:
     chat, _ = messages_api.chat_body(body, counts_only=counts_only)
     with _renamed(messages_api.RENAMED):
         options, prompts = prepare_chat(chat, model)
-    return Asked(options, prompts, dataclasses.replace(CHAT, id_prefix="msg_"), MessageWriter)
+    return Asked(options, prompts, "msg_", MessageWriter)
 
 
 def _message_to_count(body: bytes | bytearray, model: LoadedModel) -> Asked:
@@ -178,64 +173,3 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 class _EventStream(web.StreamResponse):
     _send_headers_immediately = False  # they go out with the first event, in one packet
-
-
-class _CompletionWriter:
-    """Chat and text completions. Pieces become events, each choice opened before its first one, or are collected."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._format = _logprob_format(generation)
-        self._collected = WholeAnswer(generation, self._format)
-        self._chunks = ChunkWriter(
-            generation.shape,
-            generation.options,
-            self._format,
-            generation.id,
-            generation.created,
-            lambda: usage.encoded(generation.usage()),
-        )
-        self._echoed: dict[int, int] = {}  # choices that were opened, and the characters echoed before them
-
-    def add(self, number: int, pieces: list[Piece]) -> None:
-        self._collected.add(number, pieces)
-
-    def body(self) -> bytes:
-        return self._collected.body()
-
-    def last(self) -> bytes:
-        return self._chunks.last()
-
-    def error(self, error: ApiError) -> bytes:
-        return self._chunks.error(error)
-
-    def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
-        parts: list[bytes] = []
-        for number, pieces in outputs:
-            offset = self._echoed.get(number)
-            if offset is None:
-                if not pieces and self._prompt_is_unread(number):
-                    continue
-                offset = self._echoed[number] = self._open(number, parts)
-            for piece in pieces:
-                parts.append(self._chunks.piece(number, piece, offset))
-        return b"".join(parts)
-
-    def _prompt_is_unread(self, number: int) -> bool:
-        """An echo with log-probabilities cannot be written before those of the prompt are there."""
-        options = self._generation.options
-        wanted = options.echo and options.logprobs is not None
-        return wanted and self._generation.choices[number].prompt_logprobs is None
-
-    def _open(self, number: int, parts: list[bytes]) -> int:
-        generation = self._generation
-        parts.append(self._chunks.opening(number, generation.prompt_of(number).token_ids))
-        if not generation.options.echo:
-            return 0
-        text = echo_text(generation, number)
-        parts.append(self._chunks.echo(number, text, echo_logprobs(generation, self._format, number)))
-        return len(text)
-
-
-def _logprob_format(generation: Generation) -> LogprobFormat:
-    return LogprobFormat(generation.model.tokenizer, tokens_as_ids=generation.options.tokens_as_ids)

@@ -1,0 +1,249 @@
+"""Chat and text completions as OpenAI's clients read them: server-sent events, or one body. Knows no sockets and no engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from minserve.server.answer_format import CallDelta, Reasoning
+from minserve.server.api_errors import ApiError
+from minserve.server.generation import Choice, Generation, Piece
+from minserve.server.logprobs import LogprobFormat
+
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """What tells chat answers from text completions."""
+
+    whole_object: str
+    chunk_object: str
+    text_open: bytes
+    """JSON before a piece of text within a choice; `text_close` follows it."""
+    text_close: bytes
+    no_text: bytes
+    """Stands in the choice's last chunk."""
+    is_chat: bool
+
+
+CHAT = AnswerShape("chat.completion", "chat.completion.chunk", b'"delta":{"content":', b"}", b'"delta":{}', is_chat=True)
+COMPLETION = AnswerShape("text_completion", "text_completion", b'"text":', b"", b'"text":""', is_chat=False)
+
+
+class CompletionWriter:
+    """One answer. Pieces become events put together from ready-made bytes, or are collected for one body."""
+
+    def __init__(self, generation: Generation, shape: AnswerShape) -> None:
+        options = generation.options
+        self._generation = generation
+        self._options = options
+        self._shape = shape
+        self._logprobs = LogprobFormat(generation.model.tokenizer, tokens_as_ids=options.tokens_as_ids)
+        self._collected: list[list[Piece]] = [[] for _ in generation.choices]
+        self._echoed: dict[int, int] = {}  # choices that were opened, and the characters echoed before them
+        head = {"id": generation.id, "object": shape.chunk_object, "created": generation.created, "model": options.model}
+        self._head = b"data: " + _encode(head)[:-1]
+        self._opens = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(generation.choices))]
+        self._text_opens = [opened + shape.text_open for opened in self._opens]
+        self._text_close = shape.text_close + b',"logprobs":null,"finish_reason":null}]'
+        self._text_close += b',"usage":null}\n\n' if options.include_usage else b"}\n\n"
+        self._bare = options.logprobs is None and not options.return_token_ids  # nothing rides on a piece of text
+        self._bare_chunks = self._bare and not options.continuous_usage
+
+    def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
+        """The events of new pieces, each choice opened before its first one."""
+        parts: list[bytes] = []
+        for number, pieces in outputs:
+            offset = self._echoed.get(number)
+            if offset is None:
+                if not pieces and self._prompt_is_unread(number):
+                    continue
+                offset = self._echoed[number] = self._open(number, parts)
+            for piece in pieces:
+                if self._bare_chunks and piece.text and not piece.aside and piece.finish_reason is None:
+                    parts.append(self._text_opens[number] + _encode(piece.text) + self._text_close)
+                else:
+                    self._add_chunks(number, piece, offset, parts)
+        return b"".join(parts)
+
+    def last(self) -> bytes:
+        """After all choices: the usage chunk when it was asked for, and the end mark."""
+        if not self._options.include_usage:
+            return _DONE
+        return self._head + b',"choices":[],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + _DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """Told in the stream, since the status has been sent; no end mark follows."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def add(self, number: int, pieces: list[Piece]) -> None:
+        self._collected[number] += pieces
+
+    def body(self) -> bytes:
+        generation, options = self._generation, self._options
+        answer: dict[str, Any] = {
+            "id": generation.id,
+            "object": self._shape.whole_object,
+            "created": generation.created,
+            "model": options.model,
+            "choices": [self._choice(index, number) for index, number in enumerate(self._best())],
+            "usage": generation.usage(),
+        }
+        if self._shape.is_chat:
+            if options.prompt_logprobs is not None:
+                answer["prompt_logprobs"] = self._prompt_logprobs(generation.choices[0])
+            if options.return_token_ids:
+                answer["prompt_token_ids"] = generation.prompts[0].token_ids
+        return _encode(answer)
+
+    def _prompt_is_unread(self, number: int) -> bool:
+        """An echo with log-probabilities cannot be written before those of the prompt are there."""
+        wanted = self._options.echo and self._options.logprobs is not None
+        return wanted and self._generation.choices[number].prompt_logprobs is None
+
+    def _open(self, number: int, parts: list[bytes]) -> int:
+        """What comes before a choice's text: chat's role, the prompt's ids, the echo. Characters of the echo."""
+        ids = self._generation.prompt_of(number).token_ids
+        beside = b',"prompt_token_ids":' + _encode(ids) if self._options.return_token_ids else b""
+        if self._shape.is_chat:
+            parts.append(self._chunk(number, b'"delta":{"role":"assistant","content":""}', beside=beside))
+        elif beside:
+            parts.append(self._chunk(number, b'"text":""', in_choice=b',"token_ids":[]' + beside))
+        if not self._options.echo:
+            return 0
+        text = self._echo_text(number)
+        parts.append(self._chunk(number, b'"text":' + _encode(text), _encode(self._echo_logprobs(number))))
+        return len(text)
+
+    def _add_chunks(self, number: int, piece: Piece, offset: int, parts: list[bytes]) -> None:
+        """What is new and, at the end of a choice, its last chunk. `offset`: characters echoed before the answer."""
+        logprobs, ids = b"null", b""
+        if not self._bare:
+            logprobs = _encode(self._shown_logprobs([piece], offset) if piece.logprobs else None)
+            ids = b',"token_ids":' + _encode(piece.token_ids) if self._options.return_token_ids else b""
+        contents = [_reasoning(part) for part in piece.aside if isinstance(part, Reasoning)]
+        if piece.text:
+            contents.append(self._shape.text_open + _encode(piece.text) + self._shape.text_close)
+        contents += [_call(part) for part in piece.aside if isinstance(part, CallDelta)]
+        for content in contents:
+            parts.append(self._chunk(number, content, logprobs, in_choice=ids))
+            logprobs, ids = b"null", b',"token_ids":[]' if self._options.return_token_ids else b""
+        if piece.finish_reason is not None:
+            parts.append(self._chunk(number, self._shape.no_text, logprobs, b'"%b"' % piece.finish_reason.encode(), ids))
+
+    def _chunk(
+        self,
+        number: int,
+        content: bytes,
+        logprobs: bytes = b"null",
+        finish_reason: bytes = b"null",
+        in_choice: bytes = b"",
+        beside: bytes = b"",
+    ) -> bytes:
+        usage = b""
+        if self._options.continuous_usage:
+            usage = b',"usage":' + _encode(self._generation.usage())
+        elif self._options.include_usage:
+            usage = b',"usage":null'
+        ends = (b',"logprobs":', logprobs, b',"finish_reason":', finish_reason, in_choice, b"}]", beside, usage, b"}\n\n")
+        return b"".join((self._opens[number], content, *ends))
+
+    def _best(self) -> list[int]:
+        """The choices to show: of each prompt the `n` with the highest mean log-probability, likeliest first."""
+        options, choices = self._options, self._generation.choices
+        shown: list[int] = []
+        for start in range(0, len(choices), options.best_of):
+            numbers = list(range(start, start + options.best_of))
+            if options.best_of > options.n:
+                numbers.sort(key=lambda number: -choices[number].sum_logprobs / max(1, choices[number].num_tokens))
+            shown += numbers[: options.n]
+        return shown
+
+    def _choice(self, index: int, number: int) -> dict[str, Any]:
+        options, is_chat = self._options, self._shape.is_chat
+        choice, pieces = self._generation.choices[number], self._collected[number]
+        text = "".join(piece.text for piece in pieces)
+        echo = "" if is_chat else self._echo_text(number)
+        made: dict[str, Any] = {"index": index}
+        if is_chat:
+            made["message"] = _message(text, [part for piece in pieces for part in piece.aside])
+        else:
+            made["text"] = echo + text
+        made["logprobs"] = self._shown_logprobs(pieces, len(echo))
+        if made["logprobs"] is not None and (prompt := self._echo_logprobs(number)) is not None:
+            made["logprobs"] = {name: prompt[name] + made["logprobs"][name] for name in prompt}
+        made["finish_reason"] = choice.finish_reason
+        if not is_chat and options.prompt_logprobs is not None:
+            made["prompt_logprobs"] = self._prompt_logprobs(choice)
+        if options.return_token_ids:
+            made["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            if not is_chat:
+                made["prompt_token_ids"] = self._generation.prompt_of(number).token_ids
+        return made
+
+    def _shown_logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any] | None:
+        num_top = self._options.logprobs
+        if num_top is None:
+            return None
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        if self._shape.is_chat:
+            return self._logprobs.chat(entries, num_top)
+        return self._logprobs.completion(entries, [offset + start for piece in pieces for start in piece.offsets], num_top)
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, dict[str, Any]] | None]:
+        return self._logprobs.prompt(choice.prompt_logprobs or (), self._options.prompt_logprobs or 0)
+
+    def _echo_text(self, number: int) -> str:
+        """The prompt as it is given back before choice `number`; nothing without echo."""
+        prompt = self._generation.prompt_of(number)
+        if not self._options.echo:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return self._generation.model.tokenizer.decode(prompt.token_ids, self._options.skip_special_tokens)
+
+    def _echo_logprobs(self, number: int) -> dict[str, list[Any]] | None:
+        """The prompt's part of the logprobs arrays; None unless the request echoes and asks for log-probabilities."""
+        options, entries = self._options, self._generation.choices[number].prompt_logprobs
+        if not options.echo or options.logprobs is None or entries is None:
+            return None
+        ids = self._generation.prompt_of(number).token_ids
+        return self._logprobs.echoed_prompt(ids, entries, options.logprobs, options.skip_special_tokens)
+
+
+def _message(text: str, asides: list[Reasoning | CallDelta]) -> dict[str, Any]:
+    """The assistant's message. Its content is null where there is nothing but calls."""
+    reasoning = "".join(part.text for part in asides if isinstance(part, Reasoning))
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for part in asides:
+        if isinstance(part, CallDelta):
+            if part.name is not None:
+                calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+                arguments.append([])
+            arguments[part.number].append(part.arguments)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        for call, pieces in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(pieces)
+        message["tool_calls"] = calls
+    return message
+
+
+def _reasoning(part: Reasoning) -> bytes:
+    text = _encode(part.text)
+    return b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + b"}"
+
+
+def _call(part: CallDelta) -> bytes:
+    function: dict[str, str] = {"arguments": part.arguments}
+    call: dict[str, Any] = {"index": part.number, "function": function}
+    if part.name is not None:
+        call = {"index": part.number, "id": part.call_id, "type": "function", "function": {"name": part.name, **function}}
+    return b'"delta":{"tool_calls":[' + _encode(call) + b"]}"
