@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -95,4 +96,14 @@ class Controls:
         (profiler, path), self._profile = self._profile, None
         profiler.stop()
         profiler.export_chrome_trace(str(path))
+        if not _is_whole(path):
+            raise OSError(f"the trace could not be written to {path}; is the disk full?")
         return {"path": str(path)}
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether the file ends as JSON does: its writer says nothing of a full disk."""
+    with contextlib.suppress(OSError), trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
+    return False
