@@ -52,6 +52,40 @@ def test_auto_takes_the_fastest_stack_that_works() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_ranks_take_deep_ep_where_it_works() -> None:
+    def chosen(dispatcher: stacks.DispatcherName, *broken: str) -> stacks.Choice:
+        return stacks.choose("auto", GPU, verdicts(*broken), dispatcher=dispatcher)
+
+    assert chosen("auto").name == "hopper-ep"
+    assert chosen("deepep").name == "hopper-ep"
+    assert {verdict.library for verdict in chosen("auto").verdicts} >= {"deep_ep", "flashinfer"}
+    assert chosen("torch").name == "hopper-ep-torch"
+    fallback = chosen("auto", "deep_ep")
+    assert fallback.name == "hopper-ep-torch" and "deep_ep is not installed" in fallback.reason
+    with pytest.raises(EnvironmentFault, match="--moe-dispatcher deepep: deep_ep is not installed"):
+        chosen("deepep", "deep_ep")
+    assert chosen("auto", "flashinfer").name == "torch-gpu"
+    with pytest.raises(EnvironmentFault, match="needs what the hopper stack needs: flashinfer is not installed"):
+        chosen("deepep", "flashinfer")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "device", "dispatcher", "said"),
+    [
+        ("hopper-ep", "cuda", "torch", "--stack hopper-ep is DeepEP's; with --moe-dispatcher torch it is hopper-ep-torch"),
+        ("hopper", "cuda", "deepep", "--moe-dispatcher deepep is no choice for --stack hopper; torch is"),
+        ("auto", "cpu", "deepep", "--moe-dispatcher deepep is no choice for a CPU"),
+    ],
+)
+def test_a_stack_and_a_dispatcher_that_exclude_each_other(
+    name: str, device: str, dispatcher: stacks.DispatcherName, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        stacks.choose(name, torch.device(device), verdicts(), dispatcher=dispatcher)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_named_stack_is_never_replaced() -> None:
     assert stacks.choose("hopper-ep", GPU, verdicts()).name == "hopper-ep"
     assert stacks.choose("torch-gpu", GPU, verdicts("flashinfer", "deep_gemm")).name == "torch-gpu"
