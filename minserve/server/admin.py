@@ -11,12 +11,11 @@ from minserve import config as configuration
 from minserve.messages import Call, encode_body
 from minserve.server import metrics, openai
 from minserve.server.api_errors import bad_request, unavailable
-from minserve.server.bodies import BodyReader
-from minserve.server.exchange import Exchange
+from minserve.server.exchange import BodyReader, Exchange
 from minserve.server.fields import Fields, decode_object
 from minserve.server.front import Front
 from minserve.server.generate import INLINE_BYTES
-from minserve.server.loaded_model import LoadedModel
+from minserve.server.generation import LoadedModel
 from minserve.server.prompts import render
 
 TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8

@@ -16,10 +16,9 @@ from minserve.messages import Ready
 from minserve.server.answer_format import model_formats
 from minserve.server.api_errors import ApiError, unavailable
 from minserve.server.engine_pool import EnginePool
-from minserve.server.generation import Generation
-from minserve.server.loaded_model import LoadedModel
+from minserve.server.generation import Generation, LoadedModel
 from minserve.server.metrics import Metrics
-from minserve.server.model_facts import ModelFacts
+from minserve.server.options import ModelFacts
 from minserve.server.siblings import Siblings
 from minserve.server.tokenizer import Tokenizer
 

@@ -1,9 +1,15 @@
-"""The endpoints that generate: a body in, one answer out, streamed or whole. Knows HTTP, and engines only by name."""
+"""The endpoints that generate: a body in, one answer out, streamed or whole. Knows HTTP, and engines only by name.
+
+Clients of streams that stop reading are cut off, so that they hold neither memory nor engine.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -11,17 +17,67 @@ from aiohttp import web
 
 from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
-from minserve.server.bodies import BodyReader
 from minserve.server.completions import CHAT, COMPLETION, CompletionWriter
-from minserve.server.exchange import Exchange
+from minserve.server.exchange import BodyReader, Exchange
 from minserve.server.front import HEAVY_BYTES, Front
-from minserve.server.generation import Generation, Piece, Prompt
-from minserve.server.loaded_model import LoadedModel
+from minserve.server.generation import Generation, LoadedModel, Piece, Prompt
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
 from minserve.server.prompts import asks_for_grammar, prepare_chat, prepare_completion
 from minserve.server.responses import ResponseWriter
-from minserve.server.slow_readers import SlowReaders
+
+MAX_BLOCKED_SECONDS = 60.0
+"""A client that takes no byte for so long, with its socket's buffers full, is cut off."""
+
+
+class Watch:
+    """One stream: since when its writer waits for the client."""
+
+    __slots__ = ("_generation", "_request", "blocked_since")
+
+    def __init__(self, request: web.BaseRequest, generation: Generation) -> None:
+        self._request = request
+        self._generation = generation
+        self.blocked_since: float | None = None
+
+    def begin(self) -> None:
+        self.blocked_since = time.monotonic()
+
+    def end(self) -> None:
+        self.blocked_since = None
+
+    def cut(self) -> None:
+        """Resets the connection, so that the kernel drops what is unsent too; the task that writes is cancelled by that."""
+        self._generation.abort("slow_reader")
+        transport = self._request.transport
+        if transport is not None:
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
+
+
+class SlowReaders:
+    """All streams under way. `sweep` is called every few seconds; an overflowing mailbox cuts at once."""
+
+    def __init__(self) -> None:
+        self._watches: set[Watch] = set()
+
+    @contextlib.contextmanager
+    def watch(self, request: web.BaseRequest, generation: Generation) -> Iterator[Watch]:
+        watch = Watch(request, generation)
+        generation.mailbox.on_overflow = watch.cut
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            generation.mailbox.on_overflow = None
+            self._watches.discard(watch)
+
+    def sweep(self) -> None:
+        limit = time.monotonic() - MAX_BLOCKED_SECONDS
+        for watch in [watch for watch in self._watches if watch.blocked_since is not None and watch.blocked_since < limit]:
+            watch.cut()
+
 
 GRAMMAR_WEIGHT = 16
 """A byte of a body that asks for a grammar may take as long as so many bytes of text."""

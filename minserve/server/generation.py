@@ -13,16 +13,26 @@ from typing import NamedTuple
 
 import msgspec
 
+from minserve.messages import Ready
 from minserve.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
-from minserve.server.answer_format import CallDelta, Reasoning
+from minserve.server.answer_format import CallDelta, ModelFormats, Reasoning
 from minserve.server.api_errors import ApiError
 from minserve.server.detokenizer import Detokenizer, TextStream
-from minserve.server.engine_pool import EnginePool
-from minserve.server.loaded_model import LoadedModel
-from minserve.server.mailbox import Mailbox
-from minserve.server.metrics import ChoiceClock
-from minserve.server.options import Options
+from minserve.server.engine_pool import EnginePool, Mailbox
+from minserve.server.metrics import ChoiceClock, Metrics
+from minserve.server.options import ModelFacts, Options
 from minserve.server.token_pieces import TokenPieces
+from minserve.server.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    tokenizer: Tokenizer
+    facts: ModelFacts
+    metrics: Metrics
+    formats: ModelFormats
+    ranks: tuple[Ready, ...]
+    """What each engine said when it became ready."""
 
 
 class Piece(NamedTuple):

@@ -13,12 +13,10 @@ from aiohttp.web_protocol import RequestHandler
 from minserve.server import messages_api
 from minserve.server.admin import AdminEndpoints
 from minserve.server.api_errors import ApiError
-from minserve.server.bodies import BodyReader
-from minserve.server.exchange import Exchange, open_exchange, preflight
+from minserve.server.exchange import BodyReader, Exchange, open_exchange, preflight
 from minserve.server.front import Front
-from minserve.server.generate import GenerateEndpoints
+from minserve.server.generate import GenerateEndpoints, SlowReaders
 from minserve.server.page import Page
-from minserve.server.slow_readers import SlowReaders
 
 log = logging.getLogger("minserve.server")
 

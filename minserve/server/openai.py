@@ -17,8 +17,7 @@ from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.chat_messages import parse_messages, parse_tools
 from minserve.server.fields import Fields, decode_object, decode_value, is_number
 from minserve.server.grammars import OutputForm, parse_form
-from minserve.server.model_facts import ModelFacts, check_length
-from minserve.server.options import Options, SamplingOptions
+from minserve.server.options import ModelFacts, Options, SamplingOptions, check_length
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 2048

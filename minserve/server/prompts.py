@@ -9,11 +9,9 @@ from minserve.server import openai
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
-from minserve.server.generation import Prompt
+from minserve.server.generation import LoadedModel, Prompt
 from minserve.server.grammars import ForcedCalls, ReasoningFirst, build_grammar
-from minserve.server.loaded_model import LoadedModel
-from minserve.server.model_facts import check_length
-from minserve.server.options import Options
+from minserve.server.options import Options, check_length
 from minserve.server.reasoning import AnswerStart
 
 MAX_TOTAL_TOKENS = 1 << 23

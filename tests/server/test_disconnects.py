@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from minserve.server import app, mailbox
-from minserve.server.slow_readers import SlowReaders
+from minserve.server import app, engine_pool
+from minserve.server.generate import SlowReaders
 from tests.server.conftest import Answer, Edge
 
 Start = Callable[..., AbstractContextManager[Edge]]
@@ -112,7 +112,7 @@ def test_normal_ends_send_no_aborts(start_edge: Start) -> None:
 
 
 def test_a_reader_that_stops_is_cut_off_and_holds_nobody_up(endless: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "MAX_UNREAD_TOKENS", 500)
+    monkeypatch.setattr(engine_pool, "MAX_UNREAD_TOKENS", 500)
     endless.engine.tokens_per_step = 20
     slow = connect(endless, receive_buffer=2048)
     slow.sendall(request_bytes(stream=True, logprobs=20))
@@ -142,7 +142,7 @@ def test_what_a_reader_that_stops_can_pile_up_is_bounded(start_edge: Start) -> N
         edge.wait_for(lambda: edge.engine.num_live == 0, timeout=20)
         assert edge.metric("aborts_total", cause="slow_reader") == 1
         buffered = app.UNSENT_BYTES + (1 << 17) + (1 << 16)  # a little is read at the client's end, the writer holds 64 KiB
-        assert next(made) < mailbox.MAX_UNREAD_TOKENS + 64 + buffered / 150 + 500
+        assert next(made) < engine_pool.MAX_UNREAD_TOKENS + 64 + buffered / 150 + 500
         with pytest.raises(ConnectionError):
             read_to_the_end(slow)
         slow.close()

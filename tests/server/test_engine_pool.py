@@ -12,12 +12,11 @@ from scripted_engine import ScriptedEngine
 from minserve.errors import ExitCode
 from minserve.messages import Ready, StepOutputs, StepStats, encode_frame
 from minserve.request import Request, SamplingParams, TokenOutput
-from minserve.server import engine_client, mailbox
+from minserve.server import engine_client, engine_pool
 from minserve.server.api_errors import ApiError, unavailable
 from minserve.server.balancer import Balancer
 from minserve.server.engine_client import EngineClient
-from minserve.server.engine_pool import EnginePool
-from minserve.server.mailbox import Mailbox
+from minserve.server.engine_pool import EnginePool, Mailbox
 
 SAMPLING = SamplingParams(max_tokens=3, seed=1)
 READY = Ready(
@@ -206,7 +205,7 @@ def test_a_mailbox_hands_out_what_came_before_its_failure() -> None:
 
 def test_a_mailbox_tells_once_that_its_reader_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        monkeypatch.setattr(mailbox, "MAX_UNREAD_TOKENS", 10)
+        monkeypatch.setattr(engine_pool, "MAX_UNREAD_TOKENS", 10)
         calls: list[int] = []
         box = Mailbox(1)  # 10, and 64 for its one choice
         box.on_overflow = lambda: calls.append(1)
