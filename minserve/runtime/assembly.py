@@ -86,7 +86,10 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     model, report, plan = load(config, directory, model_config, backend, timeline, exchange)
 
     timeline.begin("kv cache")
-    group.wait_for_all("loaded")  # the first exchange of tokens must not wait for a rank that still reads
+    if exchange is not None and backend.device.type == "cuda":
+        with exchange.rehearsal(model):
+            _own_cache(config, model, backend, graph_sizes(config, backend.device), group)
+    group.wait_for_all("compiled")  # the first exchange of tokens must not wait for a rank that still reads or compiles
     size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
@@ -117,7 +120,8 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dispatcher = config.moe_dispatcher if config.ep_size > 1 and model_config.moe is not None else "local"
-    choice, kernels = stacks.open_stack(config.stack, device, _remembered(config), dispatcher)
+    stack = "deterministic" if config.deterministic else config.stack
+    choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher)
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
@@ -288,8 +292,7 @@ def _own_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[i
     max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
         memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes)
-        group.wait_for_all("measured")  # ranks that share a GPU see each other's memory, and take equal parts of what is left
-        memory //= group.sharers
+        memory //= group.sharers  # ranks that share a GPU see each other's memory, and take equal parts of what is left
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
         return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
     memory, name = _host_memory(config, group.seat.ranks_per_host)

@@ -5,8 +5,10 @@ Builds the dispatcher and its buffers, once and before any capture. Knows no ste
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -17,7 +19,7 @@ from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_limits import Abilities
 from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
-from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, Rehearsal, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.runtime.parallel import Group
 
@@ -48,8 +50,24 @@ class Exchange:
     def settle(self, model: Decoder) -> None:
         """Once the model is built: rows travel as FP8 where all experts take them."""
         if isinstance(self.dispatcher, DeepEPDispatcher):
-            layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
-            self.dispatcher.fp8 = all(layer.experts.kept == "fp8_block" for layer in layers)
+            self.dispatcher.fp8 = all(layer.experts.kept == "fp8_block" for layer in _moe_layers(model))
+
+    @contextlib.contextmanager
+    def rehearsal(self, model: Decoder) -> Iterator[None]:
+        """Inside, steps run without any exchange. Kernels compile there: a rank that has more to compile than another would
+        otherwise make it wait in a collective, longer than such a wait may be."""
+        stand_in = Rehearsal(self.placement.num_ranks, self.placement.slots_per_rank, self.dispatcher)
+        for layer in _moe_layers(model):
+            layer.dispatcher = stand_in
+        try:
+            yield
+        finally:
+            for layer in _moe_layers(model):
+                layer.dispatcher = self.dispatcher
+
+
+def _moe_layers(model: Decoder) -> list[MixtureOfExperts]:
+    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
 
 
 def connect(

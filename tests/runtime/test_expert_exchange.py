@@ -35,6 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     class Buffer:
         def __init__(self, _group: Any, **options: Any) -> None:
+            self.capacity = options["capacity"]
             calls.append(options)
 
     monkeypatch.setitem(sys.modules, "minserve.kernels.deep_ep_buffer", types.SimpleNamespace(DeepEPBuffer=Buffer))

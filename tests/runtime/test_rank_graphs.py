@@ -11,11 +11,13 @@ from parallel_ranks import gloo, together
 from runtime.graph_doubles import HeldPlans, runner_of, with_graphs
 
 from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
 from minserve.runtime import self_check
+from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
@@ -153,3 +155,18 @@ def test_the_self_check_passes_on_both_ranks_in_step(directory, low_latency) -> 
     pair = Pair(directory, low_latency)
     verdicts = together(2, lambda rank: self_check.check_graphs(pair.runners[rank], "fast"))
     assert [verdict.comparisons for verdict in verdicts] == [2 * len(SIZES)] * 2
+
+
+@pytest.mark.parametrize("low_latency", [True, False])
+def test_a_rehearsal_waits_for_nobody(directory, low_latency) -> None:
+    """One rank steps and captures while the other does nothing; afterwards both compute as ever."""
+    pair = Pair(directory, low_latency)
+    model = pair.runners[0].model
+    first = next(layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts))
+    exchange = Exchange("any", first.experts.placement, first.dispatcher, captured=True, low_latency_rows=None)
+    with exchange.rehearsal(model):
+        pair.runners[0].launch(prompts(4), rows_per_rank=30, all_decode=False).result()
+        with_graphs(pair.runners[0], SIZES)
+    together(2, lambda rank: with_graphs(pair.runners[rank], SIZES))
+    found = [tokens(pair.step([prompts(2), None], all_decode=False)[0]), tokens(pair.step([decodes(2, 2), None])[0])]
+    assert found == pair.alone([prompts(2), decodes(2, 2)])

@@ -205,9 +205,10 @@ class DeepEPDispatcher:
         """low_latency_rows: up to so many tokens a rank go the first way; 0: none do."""
         self.fp8 = False
         """Whether low-latency rows travel as FP8: for experts that all take them."""
+        self.capacity = buffer.capacity
+        self.low_latency_rows = low_latency_rows
         self._buffer = buffer
         self._num_ranks = num_ranks
-        self._low_latency_rows = low_latency_rows
 
     def dispatch(
         self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
@@ -217,7 +218,7 @@ class DeepEPDispatcher:
         rows = hidden.shape[0] if rows_per_rank is None else rows_per_rank
         if hidden.shape[0] > rows:
             raise ValueError(f"{hidden.shape[0]} tokens do not fit in the {rows} rows that the ranks agreed on")
-        if rows <= self._low_latency_rows:
+        if rows <= self.low_latency_rows:
             x, scale, counts, handle = self._buffer.low_latency_dispatch(hidden, slot_ids, fp8=self.fp8)
             return Dispatched(MaskedTokens(x, counts, scale), (weights, handle))
         x, local, local_weights, handle = self._buffer.normal_dispatch(hidden, slot_ids, weights, rows * self._num_ranks)
@@ -228,6 +229,34 @@ class DeepEPDispatcher:
         if isinstance(dispatched.tokens, MaskedTokens):
             return self._buffer.low_latency_combine(output, weights, handle)
         return self._buffer.normal_combine(output, handle)
+
+
+class Rehearsal:
+    """Stands in for a dispatcher of `num_ranks` ranks while kernels compile: experts get work of the same shape, none of it
+    real, and no rank waits for another."""
+
+    def __init__(self, num_ranks: int, slots_per_rank: int, dispatcher: Dispatcher) -> None:
+        self._num_ranks = num_ranks
+        self._slots = slots_per_rank
+        self._deep_ep = dispatcher if isinstance(dispatcher, DeepEPDispatcher) else None
+
+    def dispatch(
+        self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
+    ) -> Dispatched:
+        del num_tokens
+        (count, width), rows = hidden.shape, rows_per_rank or hidden.shape[0]
+        if self._deep_ep is None or rows > self._deep_ep.low_latency_rows:
+            nowhere = slot_ids.new_full((rows * self._num_ranks, slot_ids.shape[1]), -1)
+            x = hidden.new_zeros(len(nowhere), width)
+            return Dispatched(FlatTokens(x, nowhere, weights.new_zeros(nowhere.shape)), count)
+        room, scale, fp8 = self._num_ranks * self._deep_ep.capacity, None, self._deep_ep.fp8
+        x = hidden.new_zeros(self._slots, room, width, dtype=torch.float8_e4m3fn if fp8 else hidden.dtype)
+        if fp8:
+            scale = weights.new_zeros(self._slots, -(-width // 128), room).transpose(1, 2)
+        return Dispatched(MaskedTokens(x, slot_ids.new_zeros(self._slots), scale), count)
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        return output.new_zeros(dispatched.handle, output.shape[-1])
 
 
 @contextlib.contextmanager
