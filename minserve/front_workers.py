@@ -23,7 +23,7 @@ from pathlib import Path
 from minserve.config import Config
 from minserve.errors import ExitCode, ServerError
 from minserve.server.app import serve
-from minserve.server.siblings import Siblings
+from minserve.server.front import Siblings
 
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""

@@ -21,10 +21,9 @@ from minserve.errors import ExitCode
 from minserve.server.api_errors import unavailable
 from minserve.server.engine_client import Death
 from minserve.server.engine_pool import EnginePool
-from minserve.server.front import Front
+from minserve.server.front import Front, Siblings
 from minserve.server.generate import SlowReaders
 from minserve.server.http import HttpServer
-from minserve.server.siblings import Siblings
 
 log = logging.getLogger("minserve.server")
 

@@ -14,7 +14,7 @@ import pytest
 from scripted_engine import logprobs_of
 
 from minserve.request import Request
-from minserve.server.logprobs import LogprobFormat
+from minserve.server.completions import LogprobFormat
 from minserve.server.tokenizer import Tokenizer
 from tests.server.conftest import MAX_MODEL_LEN, Edge, Say, Vocabulary
 
