@@ -47,6 +47,18 @@ class Finding:
     remedy: str = ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that holds GPU memory."""
+
+    gpu: str
+    """The GPU's UUID."""
+    name: str
+    pid: int
+    used: int
+    """Bytes."""
+
+
 def examine(config: Config) -> list[Finding]:
     """All findings for a start with these settings, in the report's order. The slow looks run side by side."""
     environment = launch.engine_environment(config)
@@ -151,7 +163,7 @@ def _compilers(environment: Mapping[str, str]) -> Iterable[Finding]:
     )
 
 
-def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[tuple[str, int, int]]) -> Iterable[Finding]:
+def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[GpuProcess]) -> Iterable[Finding]:
     local = config.ep_size // config.nnodes
     if len(gpus) < local:
         cure = f"--ep-size {len(gpus) * config.nnodes}, or more GPUs in CUDA_VISIBLE_DEVICES"
@@ -161,7 +173,8 @@ def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[tuple[str,
         text = f"{gpu['name']}, sm_{gpu['capability'][0]}{gpu['capability'][1]}, {free:.1f} of {total:.1f} GiB free"
         wanted = config.gpu_memory_utilization * total
         if free < wanted:
-            held = ", ".join(f"pid {pid} holds {used / GIB:.1f} GiB" for _, pid, used in processes) or "nothing visible holds it"
+            holders = [f"pid {one.pid} holds {one.used / GIB:.1f} GiB" for one in processes if one.gpu == gpu["uuid"]]
+            held = ", ".join(holders) or "nothing visible holds it"
             cure = f"end what holds it ({held}), or --gpu-memory-utilization {max(0.05, int(free / total * 50) / 50):.2f}"
             yield Finding("GPUs", f"GPU {index}", "fault", text, cure)
         else:
@@ -170,10 +183,12 @@ def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[tuple[str,
         if lacking:
             cure = "DeepEP needs NVLink between all GPUs of a host: --moe-dispatcher torch"
             yield Finding("GPUs", f"GPU {index} peers", "note", f"no peer access to {lacking}", cure)
-    for name, pid, used in processes:
-        if _is_orphan(pid):
-            cure = f"kill {pid}, if it is of no use to anyone"
-            yield Finding("GPUs", f"process {pid}", "note", f"{name} lost its parent and holds {used / GIB:.1f} GiB", cure)
+    for one in processes:
+        if _is_orphan(one.pid):
+            cure = f"kill {one.pid}, if it is of no use to anyone"
+            yield Finding(
+                "GPUs", f"process {one.pid}", "note", f"{one.name} lost its parent and holds {one.used / GIB:.1f} GiB", cure
+            )
 
 
 def _limits(config: Config, on_gpu: bool) -> Iterable[Finding]:
@@ -257,14 +272,14 @@ def _nvidia_smi(query: str) -> list[str]:
     return _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]).split("\n")[:-1]
 
 
-def _gpu_processes() -> list[tuple[str, int, int]]:
-    """(name, pid, bytes) of every process that holds GPU memory."""
-    words = ["nvidia-smi", "--query-compute-apps=process_name,pid,used_memory", "--format=csv,noheader,nounits"]
+def _gpu_processes() -> list[GpuProcess]:
+    words = ["nvidia-smi", "--query-compute-apps=gpu_uuid,process_name,pid,used_memory", "--format=csv,noheader,nounits"]
     found = []
     for line in _output(words).splitlines():
         with contextlib.suppress(ValueError):
-            name, pid, mebibytes = (part.strip() for part in line.rsplit(",", 2))
-            found.append((name, int(pid), int(mebibytes) << 20))
+            head, pid, mebibytes = (part.strip() for part in line.rsplit(",", 2))
+            gpu, _, name = head.partition(", ")
+            found.append(GpuProcess(gpu, name, int(pid), int(mebibytes) << 20))
     return found
 
 

@@ -78,7 +78,8 @@ for index in range(torch.cuda.device_count() if cuda else 0):
     peers = [other for other in range(torch.cuda.device_count())
              if other != index and torch.cuda.can_device_access_peer(index, other)]
     gpus.append({"name": torch.cuda.get_device_name(index), "capability": list(torch.cuda.get_device_capability(index)),
-                 "free": free, "total": total, "peers": peers})
+                 "free": free, "total": total, "peers": peers,
+                 "uuid": f"GPU-{torch.cuda.get_device_properties(index).uuid}"})
 print("\\n" + json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda, "gpus": gpus,
                           "cxx11_abi": torch.compiled_with_cxx11_abi(),
                           "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}))

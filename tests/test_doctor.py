@@ -15,10 +15,10 @@ import pytest
 
 from minserve import doctor
 from minserve.config import Config
-from minserve.doctor import Finding
+from minserve.doctor import Finding, GpuProcess
 from minserve.library_probe import Verdict
 
-H200 = {"name": "NVIDIA H200", "capability": [9, 0], "free": 138 << 30, "total": 139 << 30, "peers": []}
+H200 = {"name": "NVIDIA H200", "capability": [9, 0], "free": 138 << 30, "total": 139 << 30, "peers": [], "uuid": "GPU-a"}
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -95,8 +95,11 @@ def statuses(findings: list[Finding]) -> dict[str, str]:
 
 def test_memory_that_others_hold_is_a_fault_that_names_them() -> None:
     held = H200 | {"free": 20 << 30}
-    (gpu,) = doctor._gpus(Config(), [held], [("python", 2**22 + 1, 118 << 30)])
-    assert gpu.status == "fault" and "pid 4194305 holds 118.0 GiB" in gpu.remedy and "--gpu-memory-utilization 0.14" in gpu.remedy
+    holders = [GpuProcess("GPU-a", "python", 2**22 + 1, 118 << 30), GpuProcess("GPU-b", "python", 2**22 + 2, 1 << 30)]
+    (gpu,) = doctor._gpus(Config(), [held], holders)
+    assert (
+        gpu.status == "fault" and "(pid 4194305 holds 118.0 GiB)" in gpu.remedy and "--gpu-memory-utilization 0.14" in gpu.remedy
+    )
     (gpu,) = doctor._gpus(Config(), [H200], [])
     assert gpu.status == "ok"
 
