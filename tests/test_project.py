@@ -64,4 +64,4 @@ def test_the_container_pins_what_the_makefile_pins() -> None:
     makefile, dockerfile = (ROOT / "Makefile").read_text(), (ROOT / "Dockerfile").read_text()
     pinned = re.search(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)
     assert pinned is not None
-    assert f"ARG TORCH={pinned.group(1)}\n" in dockerfile
+    assert f"ARG CPU_TORCH={pinned.group(1)}\n" in dockerfile

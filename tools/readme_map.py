@@ -1,4 +1,7 @@
-"""Writes the README's map anew from the files' docstrings: `python -m tools.readme_map`. Knows nothing of what files do."""
+"""Writes anew what documents repeat from the code: the README's map, from the files' docstrings, and the flags of operating.md.
+
+`python -m tools.readme_map`. Knows nothing of what files and flags do.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import ast
 import re
 from pathlib import Path
 
+from minserve.flags import usage
+
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- map -->\n", "<!-- end of map -->"
+FLAGS_BEGIN, FLAGS_END = "<!-- flags -->\n", "<!-- end of flags -->"
 ROOMS = {
     "minserve": "The root: settings, command line, process tree, and the words between processes. Never imports torch.",
     "minserve/server": "The edge: HTTP to token ids and back. Knows nothing of torch, models or the engine.",
@@ -33,11 +39,21 @@ def room(folder: str) -> str:
     return "\n".join([f"**{folder}/** {ROOMS[folder]}", "", *lines, ""])
 
 
+def flags() -> str:
+    """`minserve launch --help`, as a block of a document."""
+    return f"```\n{usage()}\n```\n"
+
+
+def replace(document: Path, begin: str, text: str, end: str) -> None:
+    """Puts `text` between two marks."""
+    before, _, rest = document.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    document.write_text(before + begin + text + end + after)
+
+
 def main() -> None:
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    readme.write_text(before + BEGIN + "\n".join(map(room, ROOMS)) + END + after)
+    replace(ROOT / "README.md", BEGIN, "\n".join(map(room, ROOMS)), END)
+    replace(ROOT / "docs" / "operating.md", FLAGS_BEGIN, flags(), FLAGS_END)
 
 
 if __name__ == "__main__":
