@@ -7,6 +7,7 @@ came of it with the same work done alone, on all experts.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ MARGIN = 0.5
 
 
 def main() -> None:
+    faulthandler.enable()
     rank, num_ranks, port = (int(word) for word in sys.argv[1:4])
     folder, part = Path(sys.argv[4]), sys.argv[5]
     seat = Seat(rank=rank, num_ranks=num_ranks, ranks_per_host=num_ranks, port=port)
