@@ -16,6 +16,7 @@ from minserve.server.fields import Fields, decode_object
 from minserve.server.front import Front
 from minserve.server.generate import INLINE_BYTES
 from minserve.server.generation import LoadedModel
+from minserve.server.options import token_ids
 from minserve.server.prompts import render
 
 TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
@@ -113,7 +114,7 @@ class AdminEndpoints:
             raw = fields.raw("tokens")
             if raw is None:
                 raise bad_request("tokens is required", "tokens")
-            tokens = openai.token_ids(raw, "tokens", model.facts)
+            tokens = token_ids(raw, "tokens", model.facts)
             return {"prompt": model.tokenizer.decode(tokens, fields.boolean("skip_special_tokens", False))}
 
         async with self._bodies.body(exchange.request) as body:

@@ -95,8 +95,6 @@ class EnginePool:
         self._ids = itertools.count(worker + num_workers, num_workers)
         self._capacity = 0
         self._last_token_at = time.monotonic()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def connect(self, connections: list[socket.socket]) -> None:
         """The engines' sockets in order of rank; they are closed with the pool."""
@@ -146,7 +144,6 @@ class EnginePool:
                 self._balancer.add(rank, len(token_ids))
                 by_rank.setdefault(rank, []).append(request)
                 ids.append(request.id)
-        self._idle.clear()
         for rank, requests in by_rank.items():
             for start in range(0, len(requests), _REQUESTS_PER_MESSAGE):
                 self.engines[rank].send(AddRequests(requests[start : start + _REQUESTS_PER_MESSAGE]))
@@ -175,10 +172,6 @@ class EnginePool:
         self.abort(list(self._live))
         for mailbox in mailboxes.values():
             mailbox.fail(error)
-
-    async def drained(self) -> None:
-        """Returns once no request is live."""
-        await self._idle.wait()
 
     async def call_all(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
         """One answer of each engine, in order of rank. Raises ApiError like EngineClient.call."""
@@ -240,6 +233,4 @@ class EnginePool:
         live = self._live.pop(request_id, None)
         if live is not None:
             self._balancer.remove(live.rank, live.num_prompt_tokens)
-            if not self._live:
-                self._idle.set()
         return live

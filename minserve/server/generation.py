@@ -66,11 +66,11 @@ class Choice:
         self._calls_are_a_stop = options.answer is not None and options.answer.calls_are_a_stop
         self._has_calls = False
         self._offset_text = None
-        if options.engine_logprobs is not None:
+        if options.sampling.logprobs is not None:
             skip = options.skip_special_tokens
             self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
         self._num_characters = 0
-        self._plain = options.engine_logprobs is None and not options.return_token_ids
+        self._plain = options.sampling.logprobs is None and not options.return_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._offsets: list[int] = []
@@ -272,13 +272,8 @@ class Generation:
             self.mailbox.fail(error)
 
     def _sampling(self, prompt: Prompt) -> list[SamplingParams]:
-        options = self.options
-        return [
-            options.sampling.resolve(
-                self.model.facts, len(prompt.token_ids), choice, options.engine_logprobs, options.engine_prompt_logprobs
-            )
-            for choice in range(options.best_of)
-        ]
+        facts, length = self.model.facts, len(prompt.token_ids)
+        return [self.options.sampling_for(facts, length, choice) for choice in range(self.options.best_of)]
 
     def _first_output(self, number: int, queue_seconds: float | None) -> None:
         self._heard.add(number)

@@ -12,25 +12,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.chat_messages import parse_messages, parse_tools
-from minserve.server.fields import Fields, decode_object, decode_value, is_number
+from minserve.server.fields import Fields, decode_object, decode_value
 from minserve.server.grammars import OutputForm, parse_form
-from minserve.server.options import ModelFacts, Options, SamplingOptions, check_length
+from minserve.server.options import (
+    MAX_TOP_LOGPROBS,
+    ModelFacts,
+    Options,
+    check_length,
+    check_vocabulary,
+    parse_options,
+    token_ids,
+)
 
-MAX_CHOICES = 128
 MAX_SEQUENCES = 2048
 """Prompts times choices of one body."""
-MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 4096
-"""Characters of one stop string."""
-_GREEDY_BELOW = 1e-5
-_INT64 = 1 << 63
-
-_NOT_SUPPORTED = ("guided_grammar", "suffix")
-_ids_decoder = msgspec.json.Decoder(list[int])
 _id_lists_decoder = msgspec.json.Decoder(list[list[int]])
 _texts_decoder = msgspec.json.Decoder(list[str])
 
@@ -84,7 +81,7 @@ def parse_completion(body: bytes | bytearray, facts: ModelFacts) -> CompletionRe
     model = _model(fields, facts)
     echo = fields.boolean("echo", False)
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
-    options = _options(fields, facts, model, echo=echo, logprobs=logprobs)
+    options = parse_options(fields, facts, model, echo=echo, logprobs=logprobs)
     prompts = parse_prompts(fields, facts)
     if len(prompts) * options.best_of > MAX_SEQUENCES:
         message = f"{len(prompts)} prompts with {options.best_of} choices each are over the limit of {MAX_SEQUENCES} sequences"
@@ -100,7 +97,7 @@ def parse_chat(body: bytes | bytearray, facts: ModelFacts) -> ChatRequest:
     wanted = fields.boolean("logprobs", False)
     if top and not wanted:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    options = _options(fields, facts, model, echo=False, logprobs=(top or 0) if wanted else None)
+    options = parse_options(fields, facts, model, echo=False, logprobs=(top or 0) if wanted else None)
     return ChatRequest(options, parse_form(fields), parse_conversation(fields))
 
 
@@ -151,34 +148,12 @@ def _check_prompt_ids(ids: list[int], param: str, facts: ModelFacts) -> None:
     check_length(len(ids), facts.context_length, param)
     if not ids:
         raise bad_request(f"{param} must hold at least one token", param)
-    _check_vocabulary(ids, param, facts)
+    check_vocabulary(ids, param, facts)
 
 
 def prompt_name(index: int, count: int) -> str:
     """How errors call one of `count` prompts."""
     return "prompt" if count == 1 else f"prompt[{index}]"
-
-
-def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None = None) -> list[int]:
-    """A JSON array of token ids within the vocabulary, fewer than `limit` of them.
-
-    The length is read off the commas before anything is decoded: decoding millions of numbers would stall every thread.
-    """
-    if limit is not None:
-        check_length(bytes(raw).count(b",") + 1, limit, param)
-    try:
-        ids = _ids_decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_request(f"{param} must be a string or an array of integers: {error}", param) from None
-    _check_vocabulary(ids, param, facts)
-    return ids
-
-
-def _check_vocabulary(ids: list[int], param: str, facts: ModelFacts) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
-        index, wrong = next((index, id_) for index, id_ in enumerate(ids) if not 0 <= id_ < facts.vocab_size)
-        shown = wrong if abs(wrong) < _INT64 else "a very large number"
-        raise bad_request(f"{param}[{index}] is {shown}; token ids are 0 to {facts.vocab_size - 1}", param)
 
 
 def _template_arguments(fields: Fields) -> dict[str, Any]:
@@ -225,119 +200,6 @@ def unknown_model(name: str, facts: ModelFacts) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _options(fields: Fields, facts: ModelFacts, model: str, *, echo: bool, logprobs: int | None) -> Options:
-    _refuse_unsupported(fields)
-    stream = fields.boolean("stream", False)
-    include_usage, continuous_usage = _stream_options(fields) if stream else (False, False)
-    n = fields.integer("n", 1, MAX_CHOICES) or 1
-    best_of = fields.integer("best_of", 1, MAX_CHOICES) or n
-    if best_of < n:
-        raise bad_request(f"best_of ({best_of}) must not be below n ({n})", "best_of")
-    if best_of > n and stream:
-        raise bad_request("best_of above n cannot be streamed: the best is known only at the end", "best_of")
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    if prompt_logprobs is not None and stream:
-        raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
-    return Options(
-        model=model,
-        sampling=_sampling(fields, facts, echo),
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        n=n,
-        best_of=best_of,
-        stop=_stop_strings(fields),
-        include_stop=fields.boolean("include_stop_str_in_output", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        echo=echo,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        return_token_ids=fields.boolean("return_token_ids", False),
-        tokens_as_ids=fields.boolean("return_tokens_as_token_ids", False),
-    )
-
-
-def _sampling(fields: Fields, facts: ModelFacts, echo: bool) -> SamplingOptions:
-    older = fields.integer("max_tokens", 0 if echo else 1)
-    newer = fields.integer("max_completion_tokens", 0 if echo else 1)
-    max_tokens = older if newer is None else newer
-    min_tokens = fields.integer("min_tokens", 0) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise bad_request(f"min_tokens ({min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
-    ignore_eos = fields.boolean("ignore_eos", False)
-    stop_token_ids = _stop_token_ids(fields, facts)
-    num_stop_ids = len({*stop_token_ids, *(() if ignore_eos else facts.stop_token_ids)})
-    if min_tokens > 0 and num_stop_ids > MAX_STOP_TOKEN_IDS:
-        message = f"min_tokens goes with at most {MAX_STOP_TOKEN_IDS} stop ids, the model's own included; here are {num_stop_ids}"
-        raise bad_request(message, "stop_token_ids")
-    temperature = fields.number("temperature", 0, 2)
-    top_k = fields.integer("top_k", -1) or 0
-    return SamplingOptions(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=1.0 if temperature is None else 0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=0 if top_k == -1 or top_k >= facts.vocab_size else top_k,
-        top_p=_or(fields.number("top_p", 0, 1, above_least=True), 1.0),
-        min_p=_or(fields.number("min_p", 0, 1), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", 0, 10, above_least=True), 1.0),
-        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
-        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
-        seed=fields.integer("seed", -_INT64, _INT64 - 1),
-        logit_bias=_logit_bias(fields, facts),
-        ignore_eos=ignore_eos,
-        stop_token_ids=stop_token_ids,
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _stream_options(fields: Fields) -> tuple[bool, bool]:
-    options = fields.object("stream_options")
-    if options is None:
-        return False, False
-    return options.boolean("include_usage", False), options.boolean("continuous_usage_stats", False)
-
-
-def _stop_strings(fields: Fields) -> tuple[str, ...]:
-    value = fields.value("stop")
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise bad_request("stop must be null, a string or an array of strings", "stop")
-    if not all(strings):
-        raise bad_request("stop must not hold an empty string", "stop")
-    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_LENGTH for string in strings):
-        raise bad_request(f"stop holds at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters", "stop")
-    return tuple(dict.fromkeys(strings))
-
-
-def _stop_token_ids(fields: Fields, facts: ModelFacts) -> tuple[int, ...]:
-    raw = fields.raw("stop_token_ids")
-    return () if raw is None else tuple(dict.fromkeys(token_ids(raw, "stop_token_ids", facts)))
-
-
-def _logit_bias(fields: Fields, facts: ModelFacts) -> dict[int, float]:
-    value = fields.value("logit_bias")
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise bad_request("logit_bias must be an object of token ids and numbers", "logit_bias")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise bad_request(f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are possible", "logit_bias")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < facts.vocab_size):
-            message = f"logit_bias has the key {key[:40]!r}; keys are token ids as strings, 0 to {facts.vocab_size - 1}"
-            raise bad_request(message, "logit_bias")
-        if not is_number(bias):
-            raise bad_request(f"logit_bias[{key!r}] must be a number", "logit_bias")
-        biases[int(key)] = float(max(-100, min(100, bias)))
-    return biases
-
-
 def _tool_choice(fields: Fields, names: list[str]) -> ToolChoice:
     """`names`: of the request's tools."""
     choice = fields.value("tool_choice")
@@ -359,9 +221,3 @@ def _tool_choice(fields: Fields, names: list[str]) -> ToolChoice:
 
 def _name(value: Any) -> str:
     return repr(value[:60]) if isinstance(value, str) else "no string"
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for name in _NOT_SUPPORTED:
-        if fields.has(name) and fields.value(name) != "":
-            raise bad_request(f"{name} is not supported by this version", name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from minserve.request import Grammar
 from minserve.server import openai
 from minserve.server.answer_format import AnswerFormat
@@ -51,7 +53,7 @@ def asks_for_grammar(body: bytes | bytearray) -> bool:
 
 
 def _with_grammar(options: Options, grammar: Grammar | None) -> Options:
-    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, grammar=grammar))
+    return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar))
 
 
 def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
