@@ -30,6 +30,8 @@ from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepRe
 
 SCORING_LOGITS_BYTES = 64 << 20
 """Prompt scoring goes through the head in pieces of this many bytes of logits."""
+BESIDE_PROMPTS = "another rank reads a long prompt"
+"""Why a step that all ranks take together is no captured one."""
 NOT_FINITE = "the model's output for this request was not a number; the request was ended"
 
 log = logging.getLogger("minserve.runtime")
@@ -186,7 +188,8 @@ class ModelRunner:
         return self.graphs.size_for(rows) if fits else None
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
-        read = functools.partial(self._read, step, time.monotonic())
+        beside_prompts = staged.rows_per_rank is not None and self.graphs is not None
+        read = functools.partial(self._read, step, time.monotonic(), BESIDE_PROMPTS if beside_prompts else self.eager_reason)
         if self.device.type == "cpu":
             return InFlight(
                 step, lambda masks: self._finish(step, self._run(step, staged, padded), masks), read, finish_late=True
@@ -380,7 +383,7 @@ class ModelRunner:
 
     # on the host
 
-    def _read(self, step: ScheduledStep, launched: float, outcome: _Outcome) -> StepResult:
+    def _read(self, step: ScheduledStep, launched: float, eager_reason: str, outcome: _Outcome) -> StepResult:
         if outcome.done is not None:
             outcome.done.synchronize()
         done = time.monotonic()
@@ -404,13 +407,13 @@ class ModelRunner:
             )
             results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
         eager = step.num_decode_rows == len(step.rows) and outcome.graph_size is None
-        if eager and not self._told_eager:
+        if eager and not self._told_eager and eager_reason != BESIDE_PROMPTS:
             self._told_eager = True
-            log.warning("decode steps run eagerly (%s); counted in the step statistics", self.eager_reason)
+            log.warning("decode steps run eagerly (%s); counted in the step statistics", eager_reason)
         return StepResult(
             rows=tuple(results),
             nan_rows=nan_rows,
-            eager_reason=self.eager_reason if eager else None,
+            eager_reason=eager_reason if eager else None,
             graph_size=outcome.graph_size if step.num_decode_rows == len(step.rows) else None,
             seconds=seconds,
         )

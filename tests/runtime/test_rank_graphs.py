@@ -18,6 +18,7 @@ from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
 from minserve.runtime import self_check
 from minserve.runtime.expert_exchange import Exchange
+from minserve.runtime.model_runner import BESIDE_PROMPTS
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
@@ -133,6 +134,7 @@ def test_a_small_piece_of_a_prompt_leaves_the_other_rank_its_graph(directory) ->
     assert pair.step([decodes(2, 1), prompts(2)], all_decode=False)[0].graph_size == 1
     decode, prompt = pair.step([decodes(3, 1), prompts(4)], all_decode=False)  # 12 tokens, and the capacity is 8
     assert decode.graph_size is None and prompt.graph_size is None
+    assert decode.eager_reason == BESIDE_PROMPTS
 
 
 def test_other_ranks_replay_one_size_and_only_when_all_decode(directory) -> None:
