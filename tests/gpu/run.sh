@@ -13,7 +13,9 @@ run() { # NAME COMMAND ...
 }
 step() { run "step-$1" python3 -m minserve bench step "configs/shapes/$2" --steps 40 "${@:3}"; }
 
-run tests python3 -m pytest tests/gpu -n "${TEST_PROCESSES:-10}" --confcutdir=tests/gpu -p no:cacheprovider --tb=short
+pytest=(python3 -m pytest --confcutdir=tests/gpu -p no:cacheprovider --tb=short)
+run tests "${pytest[@]}" tests/gpu -n "${TEST_PROCESSES:-10}" --ignore tests/gpu/test_expert_parallel.py
+run ranks "${pytest[@]}" tests/gpu/test_expert_parallel.py
 run modes python3 tests/gpu/serve_modes.py "$out/modes" 120
 step qwen3 qwen3-30b-a3b
 step moonlight moonlight-16b-a3b
@@ -25,5 +27,5 @@ for name in step-qwen3 step-moonlight step-deepseek step-deepseek-fused step-qwe
     echo "== $name"
     grep -v '^\[\?{' "$out/$name.log"
 done
-tail -n "${TEST_LINES:-60}" "$out/tests.log"
+tail -n "${TEST_LINES:-60}" "$out/tests.log" "$out/ranks.log"
 exit "$status"
