@@ -111,17 +111,22 @@ class Fields:
 
     def object(self, name: str) -> Fields | None:
         raw = self.raw(name)
-        if raw is None:
-            return None
-        try:
-            return Fields(_object_decoder.decode(raw), f"{self.param(name)}.")
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            raise bad_request(f"{self.param(name)} must be an object", self.param(name)) from None
+        return None if raw is None else _fields(raw, self.param(name))
+
+    def objects(self, name: str) -> list[Fields] | None:
+        """The elements of an array of objects."""
+        array = self.array(name)
+        return None if array is None else [_fields(raw, f"{self.param(name)}[{index}]") for index, raw in enumerate(array)]
 
     def array(self, name: str) -> list[msgspec.Raw] | None:
         """The elements, still undecoded."""
-        raw = self.raw(name)
-        return None if raw is None else decode_array(raw, self.param(name))
+        if (raw := self.raw(name)) is None:
+            return None
+        _check_number(raw, self.param(name))
+        try:
+            return _array_decoder.decode(raw)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            raise bad_request(f"{self.param(name)} must be an array", self.param(name)) from None
 
 
 def decode_value(raw: bytes | msgspec.Raw, param: str) -> Any:
@@ -133,13 +138,11 @@ def decode_value(raw: bytes | msgspec.Raw, param: str) -> Any:
         raise bad_request(f"{param} cannot be read: {error}", param) from None
 
 
-def decode_array(raw: bytes | msgspec.Raw, param: str) -> list[msgspec.Raw]:
-    """The elements, still undecoded; meant for arrays of objects."""
-    _check_number(raw, param)
+def _fields(raw: msgspec.Raw, param: str) -> Fields:
     try:
-        return _array_decoder.decode(raw)
+        return Fields(_object_decoder.decode(raw), f"{param}.")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise bad_request(f"{param} must be an array", param) from None
+        raise bad_request(f"{param} must be an object", param) from None
 
 
 def _check_structure(body: bytes | bytearray) -> None:

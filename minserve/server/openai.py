@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
-from minserve.server.chat_messages import parse_messages, parse_tools
 from minserve.server.fields import Fields, decode_object, decode_value
 from minserve.server.grammars import OutputForm, parse_form
 from minserve.server.options import (
@@ -221,3 +220,94 @@ def _tool_choice(fields: Fields, names: list[str]) -> ToolChoice:
 
 def _name(value: Any) -> str:
     return repr(value[:60]) if isinstance(value, str) else "no string"
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The conversation as `{"role", "content", ...}` dicts: developer is system, lists of text parts are one string.
+
+    `content` is None only for an assistant that called tools. Raises ApiError naming the message and field.
+    """
+    messages = fields.objects("messages")
+    if not messages:
+        raise bad_request("messages is required" if messages is None else "messages must not be empty", "messages")
+    return [_message(message) for message in messages]
+
+
+def parse_tools(fields: Fields) -> list[dict[str, Any]] | None:
+    """The functions that the model may call, as the client wrote them; None when there are none."""
+    tools = fields.objects("tools") or ()
+    for tool in tools:
+        if tool.string("type") != "function":
+            raise bad_request(f'{tool.param("type")} must be "function"', tool.param("type"))
+        function, _ = _function(tool)
+        function.string("description")
+        function.object("parameters")
+    return [tool.values() for tool in tools] or None
+
+
+def _function(fields: Fields) -> tuple[Fields, str]:
+    """The member `function` of a tool or a call, and its name."""
+    function = fields.object("function")
+    if function is None:
+        raise bad_request(f"{fields.param('function')} is required", fields.param("function"))
+    name = function.string("name")
+    if not name:
+        raise bad_request(f"{function.param('name')} must be a string that is not empty", function.param("name"))
+    return function, name
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    role = fields.string("role")
+    if role not in _ROLES:
+        shown = "missing" if role is None else f"{role[:40]!r}"
+        raise bad_request(f"{fields.param('role')} is {shown}; roles are {', '.join(_ROLES)}", fields.param("role"))
+    message: dict[str, Any] = {"role": _ROLES[role]}
+    calls = [_tool_call(call) for call in fields.objects("tool_calls") or ()] if role == "assistant" else []
+    message["content"] = _content(fields, may_be_null=bool(calls))
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = fields.string(name)
+        if value is not None:
+            message[name] = value
+    return message
+
+
+def _content(fields: Fields, may_be_null: bool) -> str | None:
+    param = fields.param("content")
+    raw = fields.raw("content")
+    if raw is None:
+        if may_be_null:
+            return None
+        raise bad_request(f"{param} must be a string or a list of text parts; it may be null only beside tool_calls", param)
+    if bytes(memoryview(raw)[:1]) == b"[":
+        return "".join(map(_part, fields.objects("content") or ()))
+    content = fields.value("content")
+    if not isinstance(content, str):
+        raise bad_request(f"{param} must be a string or a list of text parts", param)
+    return content
+
+
+def _part(part: Fields) -> str:
+    kind = part.string("type")
+    if kind != "text":
+        shown = "missing" if kind is None else f"{kind[:40]!r}"
+        raise bad_request(f"{part.param('type')} is {shown}; this model reads only parts of type 'text'", part.param("type"))
+    text = part.string("text")
+    if text is None:
+        raise bad_request(f"{part.param('text')} must be a string", part.param("text"))
+    return text
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    """`{"id", "type", "function": {"name", "arguments"}}`; arguments stay a string or an object, as they came."""
+    function, name = _function(call)
+    arguments = function.value("arguments")
+    if arguments is not None and not isinstance(arguments, str | dict):
+        param = function.param("arguments")
+        raise bad_request(f"{param} must be a string of JSON or an object", param)
+    spoken = {"name": name, "arguments": "{}" if arguments is None else arguments}
+    return {"id": call.string("id"), "type": "function", "function": spoken}

@@ -5,16 +5,16 @@ Knows nothing of HTTP or of requests; text that arrives token by token is detoke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from minserve.errors import CheckpointError, UsageError
 from minserve.messages import Vocabulary
 from minserve.server.chat_template import ChatTemplate
-from minserve.server.detokenizer import Detokenizer, TextStream
+from minserve.server.detokenizer import Detokenizer
 from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, NumberEncoder, TiktokenEncoder, read_file
 from minserve.server.token_pieces import TokenPieces
 
@@ -116,28 +116,6 @@ class Tokenizer:
         token_ids = self._encoder.encode(_without_surrogates(text))
         return self._with_one_bos(token_ids) if add_special_tokens else token_ids
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
-    ) -> str:
-        """The prompt's text; see ChatTemplate.render. Raises ChatTemplateError."""
-        return self.template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """`render_chat`, then ids: one BOS whether the template writes it, the tokenizer adds it, or both."""
-        return self.encode(self.render_chat(messages, **options))
-
     def fewest_tokens(self, num_bytes: int) -> int:
         """No text of so many UTF-8 bytes has fewer tokens; 0 where nothing is known. For refusing before encoding."""
         limit = self._encoder.bytes_per_token
@@ -147,25 +125,6 @@ class Tokenizer:
         """The text of ids; bytes that are no character become U+FFFD, ids outside the vocabulary nothing."""
         detokenizer = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
-
-    def stream(
-        self,
-        *,
-        skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        continues_text: bool = False,
-    ) -> TextStream:
-        """A new TextStream: one request's output, token by token. `continues_text`: a completion that goes on in a prompt."""
-        return TextStream(
-            self.pieces,
-            skip_special_tokens=skip_special_tokens,
-            stop=stop,
-            include_stop=include_stop,
-            min_tokens=min_tokens,
-            continues_text=continues_text,
-        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token on its own, its leading space included."""

@@ -204,27 +204,27 @@ NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "templat
 )
 def test_named_templates(tmp_path: Path, templates: Any, tools: Any, expected: str) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "byte_level", chat_template=templates))
-    assert tokenizer.render_chat([USER], tools=tools) == expected
+    assert tokenizer.template.render([USER], tools=tools) == expected
 
 
 def test_no_template_and_no_default(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        Tokenizer.load(write_tokenizer(tmp_path, "byte_level")).render_chat([USER])
+        Tokenizer.load(write_tokenizer(tmp_path, "byte_level")).template.render([USER])
     others = [{"name": name, "template": "x"} for name in ("a", "b")]
     with pytest.raises(ChatTemplateError, match="no default"):
-        Tokenizer.load(write_tokenizer(tmp_path, "byte_level", chat_template=others)).render_chat([USER])
+        Tokenizer.load(write_tokenizer(tmp_path, "byte_level", chat_template=others)).template.render([USER])
 
 
 def test_files_win_over_the_config_and_the_flag_over_both(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "byte_level", chat_template="config")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("additional")
-    assert Tokenizer.load(tmp_path).render_chat([USER]) == "config"
+    assert Tokenizer.load(tmp_path).template.render([USER]) == "config"
     (tmp_path / "chat_template.jinja").write_text("file é")
-    assert Tokenizer.load(tmp_path).render_chat([USER]) == "file é"
-    assert Tokenizer.load(tmp_path).render_chat([USER], tools=[{}]) == "additional"
+    assert Tokenizer.load(tmp_path).template.render([USER]) == "file é"
+    assert Tokenizer.load(tmp_path).template.render([USER], tools=[{}]) == "additional"
     (tmp_path / "mine.jinja").write_text("flag")
-    assert Tokenizer.load(tmp_path, None, str(tmp_path / "mine.jinja")).render_chat([USER], tools=[{}]) == "flag"
+    assert Tokenizer.load(tmp_path, None, str(tmp_path / "mine.jinja")).template.render([USER], tools=[{}]) == "flag"
     with pytest.raises(UsageError, match=r"absent\.jinja"):
         Tokenizer.load(tmp_path, None, str(tmp_path / "absent.jinja"))
 

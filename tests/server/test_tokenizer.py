@@ -100,7 +100,7 @@ def test_bos_of_a_plain_prompt(tmp_path: Path, kind: str, config: dict[str, bool
 def test_exactly_one_bos_after_template_and_encode(tmp_path: Path, kind: str, template: str) -> None:
     source = template + "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, kind, add_bos_token=True, chat_template=source))
-    token_ids = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    token_ids = tokenizer.encode(tokenizer.template.render([{"role": "user", "content": "hello"}]))
     assert token_ids[0] == tokenizer.bos_token_id
     assert token_ids.count(token_ids[0]) == 1
 
