@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,7 +17,7 @@ from minserve.kernels.interface import Kernels
 from minserve.library_probe import DEEP_EP, DEEP_GEMM, FLASHINFER, TRITON, Library, Verdict
 from minserve.remembered import Remembered
 
-StackName = Literal["cpu", "torch-gpu", "hopper", "hopper-ep", "hopper-ep-torch"]
+StackName = Literal["cpu", "torch-gpu", "deterministic", "hopper", "hopper-ep", "hopper-ep-torch"]
 DispatcherName = Literal["auto", "deepep", "torch", "local"]
 
 PROBE_SECONDS = 120.0
@@ -25,6 +27,7 @@ _IMPORTS = "library-imports"
 STACKS: dict[StackName, tuple[Library, ...]] = {
     "cpu": (),
     "torch-gpu": (TRITON,),
+    "deterministic": (TRITON,),
     "hopper": (TRITON, FLASHINFER, DEEP_GEMM),
     "hopper-ep": (TRITON, FLASHINFER, DEEP_GEMM, DEEP_EP),
     "hopper-ep-torch": (TRITON, FLASHINFER, DEEP_GEMM),
@@ -152,10 +155,19 @@ def build(name: StackName, device: torch.device) -> Kernels:
     """The table of a stack whose libraries are known to import. Imports them here, so that other stacks need none."""
     if name == "cpu":
         return reference.cpu()
-    if name == "torch-gpu":
-        from minserve.kernels.torch_gpu import torch_gpu
+    if name in ("torch-gpu", "deterministic"):
+        from minserve.kernels.torch_gpu import deterministic, torch_gpu
 
-        return torch_gpu(device)
+        return torch_gpu(device) if name == "torch-gpu" else deterministic(device)
     from minserve.kernels.hopper import hopper
 
     return hopper(device, name)
+
+
+def _hash_triton() -> None:
+    """Triton's first compilation, or look into its cache, hashes its whole installation: half a second that may pass while
+    weights are loaded."""
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()

@@ -76,6 +76,7 @@ class Decoder(nn.Module):
             DecoderLayer(f"model.layers.{index}", config, *layer_parts(index, rotary), build)
             for index in range(config.num_layers)
         )
+        self._warm_up_layers = list(self.layers)
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, build)
         self.head = LMHead(self.embedding, build, tied=config.tie_word_embeddings)
 
@@ -87,7 +88,7 @@ class Decoder(nn.Module):
         plan = plan_streams(self.shared_expert, self.lanes, ctx.flags, token_ids.shape[0])
         hidden: Tensor = self.embedding(token_ids)
         residual: Tensor | None = None
-        for layer in self.layers:
+        for layer in self._warm_up_layers if ctx.flags.phase == "warm-up" else self.layers:
             hidden, residual = layer(hidden, residual, positions, ctx, plan)
         assert residual is not None
         normed: Tensor = self.norm.add(hidden, residual)[0]
@@ -117,15 +118,24 @@ class Decoder(nn.Module):
         return None
 
     def expert_load(self) -> dict[int, list[int]]:
-        """Layer to the (token, expert) pairs of each of this rank's experts so far; empty where all experts are here.
-
-        Waits for the device."""
-        layers = {
-            index: layer.mlp.experts.load for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MixtureOfExperts)
-        }
-        return {index: load[1:].tolist() for index, load in layers.items() if load is not None}
+        """Layer to the (token, expert) pairs that this rank has computed for each of the model's experts so far; empty where all
+        experts are here. Waits for the device."""
+        sparse = {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MixtureOfExperts)}
+        loads = {index: mlp.experts.expert_load() for index, mlp in sparse.items()}
+        return {index: load for index, load in loads.items() if load is not None}
 
     def finish_load(self) -> None:
         for module in [*self.modules()]:
             if isinstance(module, (MultiHeadLatentAttention, MixtureOfExperts)):
                 module.finish_load()
+        self._warm_up_layers = _two_of_each_kind(self.layers)
+
+
+def _two_of_each_kind(layers: nn.ModuleList) -> list[nn.Module]:
+    """Layers enough for every kernel of the model to compile and every library to settle: others have the same parameters."""
+    chosen: dict[tuple[object, ...], list[nn.Module]] = {}
+    for layer in layers:
+        kind = tuple((name, value.shape, value.dtype) for name, value in layer.named_parameters())
+        chosen.setdefault(kind, []).append(layer)
+    few = {id(layer) for same in chosen.values() for layer in same[:2]}
+    return [layer for layer in layers if id(layer) in few]

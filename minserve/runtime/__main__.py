@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import sys
+import threading
 from typing import NoReturn
 
 from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
@@ -21,7 +24,14 @@ def _fault(error: BaseException) -> ServerError:
     return EnvironmentFault(f"the engine's libraries cannot be loaded ({reason}); install minserve's dependencies again")
 
 
+def _wake_driver() -> None:
+    """CUDA's driver takes its time to start, as torch does: they may start side by side. No device is touched."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+
 def main() -> NoReturn:
+    threading.Thread(target=_wake_driver, daemon=True).start()
     gc.disable()  # imports make a million objects, and none of them is garbage
     try:
         from minserve.runtime import engine

@@ -8,8 +8,9 @@ import pytest
 import torch
 from logit_comparison import assert_same_logits, prompt, reference_logits
 from paged_steps import PagedSteps, load
-from tiny_checkpoints import VARIANTS
+from tiny_checkpoints import VARIANTS, write_checkpoint
 
+from minserve.capture_flags import EAGER
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, Kernels, kv_page_shape
 from minserve.models.forward_context import ForwardContext
@@ -141,3 +142,16 @@ def _shapes_only() -> Kernels:
         gqa_inputs=lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-1].num_heads, rest[-1].head_dim),
         mla_inputs=lambda q, *rest: (q.new_empty(*q.shape[:2], rest[3].shape[2]), q[..., rest[3].shape[1] :]),
     )
+
+
+def test_a_warm_up_runs_two_layers_of_each_kind(tmp_path):
+    model = load(write_checkpoint("deepseek_v3_small", tmp_path, num_hidden_layers=7, first_k_dense_replace=3))
+    ran = []
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    steps = PagedSteps(model)
+    steps.step([("a", [1, 2])], flags=dataclasses.replace(EAGER, phase="warm-up"))
+    assert ran == [0, 1, 3, 4]  # three dense layers, then four with experts
+    ran.clear()
+    steps.step([("b", [1, 2])])
+    assert ran == [*range(7)]
