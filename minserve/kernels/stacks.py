@@ -155,6 +155,7 @@ def build(name: StackName, device: torch.device) -> Kernels:
     """The table of a stack whose libraries are known to import. Imports them here, so that other stacks need none."""
     if name == "cpu":
         return reference.cpu()
+    threading.Thread(target=_hash_triton, daemon=True).start()
     if name in ("torch-gpu", "deterministic"):
         from minserve.kernels.torch_gpu import deterministic, torch_gpu
 
