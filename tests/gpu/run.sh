@@ -17,13 +17,15 @@ pytest=(python3 -m pytest --confcutdir=tests/gpu -p no:cacheprovider --tb=short)
 run tests "${pytest[@]}" tests/gpu -n "${TEST_PROCESSES:-10}" --ignore tests/gpu/test_expert_parallel.py
 run ranks "${pytest[@]}" tests/gpu/test_expert_parallel.py
 run modes python3 tests/gpu/serve_modes.py "$out/modes" 120
+run twin python3 -m tools.quantize_fp8 minserve/assets/tiny-deepseek-v3 "$out/fp8"
+run modes-fp8 python3 tests/gpu/serve_modes.py "$out/modes-fp8" 120 "$out/fp8"
 step qwen3 qwen3-30b-a3b
 step moonlight moonlight-16b-a3b
 step deepseek deepseek-v3 --layers 8 --modes graph --shared-expert serial overlap
 step deepseek-fused deepseek-v3 --layers 8 --modes graph --shared-expert fused
 step qwen2 qwen2-57b-a14b --layers 10 --modes graph --shared-expert serial overlap
 run kernels python3 -m minserve.kernels.bench "$@"
-for name in step-qwen3 step-moonlight step-deepseek step-deepseek-fused step-qwen2 kernels modes; do
+for name in step-qwen3 step-moonlight step-deepseek step-deepseek-fused step-qwen2 kernels modes modes-fp8; do
     echo "== $name"
     grep -v '^\[\?{' "$out/$name.log"
 done

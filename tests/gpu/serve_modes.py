@@ -1,6 +1,7 @@
 """The embedded model through HTTP in every mode at once: arithmetic side by side, then 200 mixed requests at once and alone.
 
-python tests/gpu/serve_modes.py LOG_DIRECTORY [LIMIT]; the table comes last. Exits 1 when a mode is not sound.
+python tests/gpu/serve_modes.py LOG_DIRECTORY [LIMIT [CHECKPOINT]]; the table comes last. Exits 1 when a mode is not sound.
+CHECKPOINT: another form of the embedded model, such as its FP8 twin.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MODES = {
     "eager": ["--enforce-eager"],
     "graph serial": ["--shared-expert", "serial"],
     "graph overlap": ["--shared-expert", "overlap"],
+    "graph fused": ["--shared-expert", "fused"],
 }
 MARGIN = 0.5
 """Nats within which 16-bit rounding, which depends on the batch, may turn a choice."""
@@ -39,10 +41,10 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
-def serve(stack: str, mode: str, logs: Path, limit: int) -> dict[str, Any]:
+def serve(stack: str, mode: str, logs: Path, limit: int, model: list[str]) -> dict[str, Any]:
     name = f"{stack}-{mode}".replace(" ", "-")
     began = time.monotonic()
-    options = [*MODES[mode], "--stack", stack, "--device", "cuda", "--num-pages", "4000", "--max-num-seqs", "64"]
+    options = [*model, *MODES[mode], "--stack", stack, "--device", "cuda", "--num-pages", "4000", "--max-num-seqs", "64"]
     server = ServerProcess(options, logs / f"serve-{name}.log", {"MINSERVE_MAX_MODEL_LEN": "2048"})
     row: dict[str, Any] = {"stack": stack, "mode": mode}
     try:
@@ -148,9 +150,10 @@ def margin_of_difference(one: dict[str, Any], other: dict[str, Any]) -> float | 
 
 def main() -> int:
     logs, limit = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 320
+    model = sys.argv[3:4]
     logs.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        jobs = [pool.submit(serve, stack, mode, logs, limit) for stack in ("hopper", "torch-gpu") for mode in MODES]
+        jobs = [pool.submit(serve, stack, mode, logs, limit, model) for stack in ("hopper", "torch-gpu") for mode in MODES]
         rows = [job.result() for job in jobs]
     sound = True
     for row in rows:
