@@ -77,7 +77,7 @@ class DeepGemmProducts:
             return triton_linear.linear(x, weight, bias)
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if rows.shape[0] <= triton_linear.VECTOR_ROWS_FP8 or n_size % 64 or k_size % FP8_BLOCK:
+        if rows.shape[0] <= triton_linear.SKINNY_ROWS or n_size % 64 or k_size % FP8_BLOCK:
             return triton_linear.linear(x, weight, bias)
         quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
         assert scales is not None

@@ -1,6 +1,9 @@
-"""The `torch-gpu` stack: torch's own products and our Triton kernels, no vendor library."""
+"""The `torch-gpu` and `deterministic` stacks: torch's own products and our Triton kernels, no vendor library."""
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import torch
 
@@ -11,6 +14,19 @@ from minserve.kernels.interface import Kernels
 def torch_gpu(device: torch.device) -> Kernels:
     """The stack's table for one device. Nothing in it plans on the host, so one plan serves every step of a shape."""
     return build("torch-gpu", device, triton_attention.TritonAttention(device))
+
+
+def deterministic(device: torch.device) -> Kernels:
+    """The stack in which a token's result depends on nothing but its own request: nothing is cut by the size of the step."""
+    table = build("deterministic", device, triton_attention.TritonAttention(device, fixed=True))
+    return dataclasses.replace(
+        table,
+        linear=triton_linear.fixed_linear,
+        route=triton_router.TritonRouter(device, fixed=True).route,
+        experts_flat=functools.partial(triton_experts.experts_tiled, config=triton_experts.TileConfig(32, 64, 128, 1, 4, 3)),
+        mla_inputs=functools.partial(triton_cache.mla_inputs, block_m=64),
+        heads_linear=functools.partial(triton_cache.heads_linear, block_m=64),
+    )
 
 
 def build(name: str, device: torch.device, attention: triton_attention.TritonAttention) -> Kernels:

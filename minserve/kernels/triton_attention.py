@@ -52,6 +52,7 @@ def _attention_kernel(
     split: tl.constexpr,
     latent: tl.constexpr,
     dependent: tl.constexpr,
+    early: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
@@ -66,7 +67,8 @@ def _attention_kernel(
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    lead(dependent)
+    if early:
+        lead(dependent)
     if decode:
         row = block // blocks_per_row
         begin = row
@@ -104,11 +106,11 @@ def _attention_kernel(
         start = part * each
         stop = tl.minimum(stop, start + each)
     table = page_table + row.to(tl.int64) * table_stride
-    if dependent:
+    if early:
         # What lies in the cache from earlier steps can be fetched while the kernel before still runs.
-        early = start + tl.arange(0, block_n)
-        early_page = tl.load(table + early // page_size, mask=early < stop, other=0).to(tl.int64)
-        keys_at = cache + early_page * page_stride + (early % page_size) * token_stride + kv_head * head_stride
+        soon = start + tl.arange(0, block_n)
+        soon_page = tl.load(table + soon // page_size, mask=soon < stop, other=0).to(tl.int64)
+        keys_at = cache + soon_page * page_stride + (soon % page_size) * token_stride + kv_head * head_stride
         line = tl.arange(0, lines) * (1024 // cache.dtype.element_ty.primitive_bitwidth)
         fetch_ahead(keys_at[:, None] + tl.minimum(line, head_dim + tail_dim - 1)[None, :])
         if not latent:
@@ -157,6 +159,8 @@ def _attention_kernel(
         acc = acc * shrink[:, None]
         acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
         top = new_top
+    if not early:
+        lead(dependent)
     # Only a part without tokens sums to 0. Asked the other way round (> 0), a NaN would be taken for one and vanish.
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
@@ -237,15 +241,19 @@ _LONG_PART = 4096
 
 
 class TritonAttention:
-    """Attention of one device. Owns no workspace: partial results come from the allocator, or the graph's pool."""
+    """Attention of one device. Owns no workspace: partial results come from the allocator, or the graph's pool.
 
-    def __init__(self, device: torch.device) -> None:
+    `fixed`: every step is cut as prompts are, so that a token's result depends on nothing but its own row's cache.
+    """
+
+    def __init__(self, device: torch.device, *, fixed: bool = False) -> None:
+        self.fixed = fixed
         self.num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
         """Streaming multiprocessors to keep busy."""
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> TritonPlan:
         """Cuts the step by its shape; safe to call again, or to keep, for any lengths of the same shape."""
-        if not metadata.decode_only:
+        if self.fixed or not metadata.decode_only:
             return TritonPlan(False, 1)
         tiles = _tiles(shape, True)
         rows, max_pages = metadata.page_table.shape
@@ -293,6 +301,9 @@ class TritonAttention:
         lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device) if splits > 1 else out
         tail = q if q_tail is None else q_tail
         block_d = max(16, triton.next_power_of_2(head_dim))
+        # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
+        few = blocks * shape.num_kv_heads * splits <= 2 * self.num_processors
+        dependent = dependent_launch(q.device)
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
             tail,
@@ -328,10 +339,11 @@ class TritonAttention:
             lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
             # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
-            least_part=tiles.block_n if blocks * shape.num_kv_heads * splits <= 2 * self.num_processors else _LEAST_PART,
+            least_part=tiles.block_n if few else _LEAST_PART,
+            early=few and dependent["dependent"],
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
-            **dependent_launch(q.device),
+            **dependent,
         )
         if splits > 1:
             merge_d = min(128, block_d)
@@ -344,6 +356,6 @@ class TritonAttention:
                 block_splits=triton.next_power_of_2(splits),
                 block_d=merge_d,
                 num_warps=4,
-                **dependent_launch(q.device),
+                **dependent,
             )
         return out

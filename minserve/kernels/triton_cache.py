@@ -245,9 +245,12 @@ def mla_inputs(
     positions: Tensor,
     cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    block_m: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q view [T, Hq, N + P] and kv view [T, R + P]: normed latents and turned keys to their cache slots, and the queries
-    against them, q_latent [T, Hq, R] = q's first part times w_uk view [Hq, N, R], and q_rope [T, Hq, P]; one launch."""
+    against them, q_latent [T, Hq, R] = q's first part times w_uk view [Hq, N, R], and q_rope [T, Hq, P]; one launch. `block_m`:
+    tokens of a tile, whatever their number."""
     tokens, heads, _ = q.shape
     _, nope, rank = w_uk.shape
     rope = rotary.cos_sin.shape[1]
@@ -255,7 +258,7 @@ def mla_inputs(
     q_rope = torch.empty(tokens, heads, rope, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return q_latent, q_rope
-    block_m = 16 if tokens <= 64 else 64
+    block_m = block_m or (16 if tokens <= 256 else 64)
     block_n = min(128, max(16, triton.next_power_of_2(rank)))
     _mla_inputs_kernel[(triton.cdiv(tokens, block_m), heads + 1, triton.cdiv(rank, block_n))](
         q,
@@ -333,15 +336,15 @@ def _heads_kernel(
     tl.store(out + flat, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
+def heads_linear(x: Tensor, weight: Tensor, *, block_m: int | None = None) -> Tensor:
     """x [T, Hq, K] times each head's weight view [Hq, K, N], whose K is contiguous: [T, Hq, N]."""
     tokens, heads, width = x.shape
     out_width = weight.shape[2]
     out = torch.empty(tokens, heads, out_width, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    block_m = 16 if tokens <= 64 else 64
-    block_n = 32 if tokens <= 16 else 128
+    block_n = 32 if tokens <= 16 and block_m is None else 128
+    block_m = block_m or (16 if tokens <= 64 else 64)
     block_n = max(16, min(block_n, triton.next_power_of_2(out_width)))
     _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(out_width, block_n))](
         x,

@@ -292,12 +292,14 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
     return out
 
 
-def experts_tiled(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
-    """The path for any number of tokens: sort, two tiled products, weighted sum."""
+def experts_tiled(
+    x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights, *, config: TileConfig | None = None
+) -> Tensor:
+    """The path for any number of tokens: sort, two tiled products, weighted sum. `config`: None chooses by that number."""
     num_experts, (tokens, top_k) = experts.w13.shape[0], slot_ids.shape
     if tokens == 0:
         return torch.empty_like(x)
-    config = tile_config(triton.cdiv(tokens * top_k, num_experts), experts.w13_scale is not None)
+    config = config or tile_config(triton.cdiv(tokens * top_k, num_experts), experts.w13_scale is not None)
     tiles = tiles_of_pairs(slot_ids, num_experts, config.block_m)
     hidden = _tiled(x, tiles, experts.w13, experts.w13_scale, slot_ids.numel(), config, gated=True, top_k=top_k)
     y = _tiled(hidden, tiles, experts.w2, experts.w2_scale, slot_ids.numel(), config, gated=False, top_k=1)

@@ -1,10 +1,12 @@
-"""Linear layers of the torch-gpu stack: one or two rows by a Triton kernel, more by torch, or another kernel for FP8 weights.
+"""Linear layers of the torch-gpu stack: a few rows by Triton kernels, more by torch, or a Triton kernel for FP8 weights.
 
 FP8 weights meet unquantised activations, as in triton_experts.py.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -17,8 +19,9 @@ from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK
 
 VECTOR_ROWS = 2
-"""Up to so many rows of 16-bit inputs, reading each weight once by vector loads beats the matrix instructions."""
-VECTOR_ROWS_FP8 = 4
+"""Up to so many rows, a plain weight is read fastest by vector loads."""
+SKINNY_ROWS = 8
+"""Up to so many rows, an FP8 weight (beyond one row) and a small plain one are read fastest as the 16-row operand."""
 
 
 @triton.jit
@@ -70,7 +73,52 @@ def _vector_kernel(
 
 
 @triton.jit
-def _fp8_linear_kernel(
+def _skinny_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    m_size,
+    n_size,
+    k_size,
+    x_stride,
+    scale_columns,
+    fp8: tl.constexpr,
+    biased: tl.constexpr,
+    dependent: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    groups: tl.constexpr,
+):
+    """Some whole rows of the weight times all of x by matrix instructions, each warp a part of the columns."""
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    m = tl.arange(0, block_m)
+    group = tl.arange(0, groups)
+    k = tl.arange(0, 128)
+    in_n = n < n_size
+    column = (group[:, None] * 128 + k[None, :])[:, None, :]
+    mask = in_n[None, :, None] & (column < k_size)
+    rows = weight + n[None, :, None].to(tl.int64) * k_size
+    w = tl.load(rows + column, mask=mask, other=0.0, eviction_policy="evict_first")
+    if fp8:
+        real = in_n[None, :] & (group * 128 < k_size)[:, None]
+        scales = tl.load(scale + (n // 128)[None, :] * scale_columns + group[:, None], mask=real, other=0.0)
+    lead(dependent)
+    follow(dependent)
+    column = (group[:, None] * 128 + k[None, :])[:, :, None]
+    a = tl.load(x + m[None, None, :] * x_stride + column, mask=(m < m_size)[None, None, :] & (column < k_size), other=0.0)
+    # Every FP8 number is an fp16 one, at a fraction of what widening to bf16 costs.
+    sums = tl.dot(w.to(tl.float16), a.to(tl.float16)) * scales[:, :, None] if fp8 else tl.dot(w, a)
+    result = tl.sum(sums, axis=0)
+    if biased:
+        result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    target = out + m[None, :] * n_size + n[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=in_n[:, None] & (m < m_size)[None, :])
+
+
+@triton.jit
+def _tile_kernel(
     x,
     weight,
     scale,
@@ -82,7 +130,9 @@ def _fp8_linear_kernel(
     x_stride,
     scale_columns,
     m_blocks,
+    fp8: tl.constexpr,
     biased: tl.constexpr,
+    dependent: tl.constexpr,
     whole_k: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -97,14 +147,19 @@ def _fp8_linear_kernel(
     weights = weight + n[:, None].to(tl.int64) * k_size + k[None, :]
     scales = scale + n // 128 * scale_columns
     acc = tl.zeros([block_m, block_n], tl.float32)
+    lead(dependent)
+    follow(dependent)
     for start in range(0, k_size, block_k):
         columns = start + k < k_size
         if whole_k:
             columns = k < block_k
         a = tl.load(inputs + start, mask=in_m[:, None] & columns[None, :], other=0.0)
         w = tl.load(weights + start, mask=in_n[:, None] & columns[None, :], other=0.0)
-        row_scale = tl.load(scales + start // 128, mask=in_n, other=0.0)
-        acc += tl.dot(a, tl.trans(w.to(a.dtype)), input_precision="ieee") * row_scale[None, :]
+        if fp8:
+            row_scale = tl.load(scales + start // 128, mask=in_n, other=0.0)
+            acc += tl.dot(a, tl.trans(w.to(a.dtype)), input_precision="ieee") * row_scale[None, :]
+        else:
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     if biased:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     flat = m[:, None].to(tl.int64) * n_size + n[None, :]
@@ -131,46 +186,99 @@ def _vector(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor
         biased=bias is not None,
         block_n=block_n,
         blocks=blocks,
-        num_warps=4,
+        num_warps=max(4, min(16, block_n * blocks * FP8_BLOCK // 2048)),
         **dependent_launch(rows.device),
     )
+
+
+def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
+    n_size, k_size = weight.weight.shape
+    scale, groups = weight.scale, triton.next_power_of_2(triton.cdiv(k_size, FP8_BLOCK))
+    block_n = 32 if groups > 16 else 16
+    _skinny_kernel[(triton.cdiv(n_size, block_n),)](
+        rows,
+        weight.weight,
+        weight.weight if scale is None else scale,
+        rows if bias is None else bias,
+        out,
+        rows.shape[0],
+        n_size,
+        k_size,
+        rows.stride(0),
+        0 if scale is None else scale.stride(0),
+        fp8=scale is not None,
+        biased=bias is not None,
+        block_m=8,
+        block_n=block_n,
+        groups=groups,
+        num_warps=8 if groups > 16 or scale is None else 4,
+        **dependent_launch(rows.device),
+    )
+
+
+def _path(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
+    """The fastest kernel by the sizes alone, as measured on an H200; "tiles" for many rows, which are torch's if unscaled."""
+    (n_size, k_size), count = weight.weight.shape, rows.shape[0]
+    if rows.element_size() != 2:
+        return "tiles"
+    if weight.scale is None:
+        if count <= VECTOR_ROWS:
+            return "vector"
+        return "skinny" if count <= SKINNY_ROWS and k_size <= 2048 and n_size <= 4096 else "tiles"
+    if count == 1:
+        return "vector"
+    # Beyond 4,096 columns its tile would not fit; nor would all such inputs fit in fp16.
+    return "skinny" if count <= SKINNY_ROWS and k_size <= 4096 else "tiles"
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]."""
     n_size, k_size = weight.weight.shape
-    vector = 0 < x.numel() // k_size <= (VECTOR_ROWS if weight.scale is None else VECTOR_ROWS_FP8)
-    if weight.scale is None and (not vector or weight.weight.element_size() != 2):
-        return F.linear(x, weight.weight, bias)
-    out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, k_size)
-    m_size = rows.shape[0]
-    if m_size == 0:
-        return out
-    if vector or weight.scale is None:
-        _vector(rows, weight, bias, out)
+    m_size, path = rows.shape[0], _path(rows, weight)
+    if m_size == 0 or (path == "tiles" and weight.scale is None):
+        return F.linear(x, weight.weight, bias) if weight.scale is None else x.new_empty(*x.shape[:-1], n_size)
+    out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)
+    if path != "tiles":
+        (_vector if path == "vector" else _skinny)(rows, weight, bias, out)
         return out
     block_m = 16 if m_size <= 16 else 32 if m_size <= 32 else 64 if m_size <= 256 else 128
     block_n = (16 if n_size <= 4096 else 32) if block_m <= 32 else 64
+    _tiles(rows, weight, bias, out, block_m, block_n)
+    return out
+
+
+def fixed_linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """The same product, cut in the same way for any number of rows: a row's result depends on nothing but the row."""
+    out = torch.empty(*x.shape[:-1], weight.weight.shape[0], dtype=x.dtype, device=x.device)
+    if out.numel():
+        _tiles(x.reshape(-1, x.shape[-1]), weight, bias, out, 64, 64)
+    return out
+
+
+def _tiles(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, block_m: int, block_n: int) -> None:
+    n_size, k_size = weight.weight.shape
+    m_size, scale = rows.shape[0], weight.scale
     m_blocks = triton.cdiv(m_size, block_m)
-    _fp8_linear_kernel[(m_blocks * triton.cdiv(n_size, block_n),)](
+    _tile_kernel[(m_blocks * triton.cdiv(n_size, block_n),)](
         rows,
         weight.weight,
-        weight.scale,
+        weight.weight if scale is None else scale,
         rows if bias is None else bias,
         out,
         m_size,
         n_size,
         k_size,
         rows.stride(0),
-        weight.scale.stride(0),
+        0 if scale is None else scale.stride(0),
         m_blocks,
+        fp8=scale is not None,
         biased=bias is not None,
         whole_k=k_size % FP8_BLOCK == 0,
         block_m=block_m,
         block_n=block_n,
-        block_k=FP8_BLOCK,
+        block_k=FP8_BLOCK if rows.element_size() == 2 else 32,
         num_warps=8 if block_m == 128 else 4,
         num_stages=4 if block_m <= 32 else 3,
+        **dependent_launch(rows.device),
     )
-    return out

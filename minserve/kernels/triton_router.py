@@ -13,68 +13,59 @@ from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, is_la
 
 
 @triton.jit
-def _best(values, index, nobody: tl.constexpr):
-    """[tokens]: the lowest index that holds a token's largest value, of [tokens, groups, members]."""
-    top = tl.max(tl.max(values, axis=2), axis=1)
-    held = tl.where(values == top[:, None, None], index, nobody)
-    return tl.min(tl.min(held, axis=2), axis=1)
-
-
-@triton.jit
 def _choose(
     values,
     bias,
-    expert,
     inside,
+    expert,
     top_k: tl.constexpr,
     top_k_groups: tl.constexpr,
     group_score: tl.constexpr,
     softmax: tl.constexpr,
     biased: tl.constexpr,
     normalize: tl.constexpr,
-    nobody: tl.constexpr,
     block_t: tl.constexpr,
     block_groups: tl.constexpr,
     block_size: tl.constexpr,
-    block_k: tl.constexpr,
+    block_slots: tl.constexpr,
 ):
-    """Logits [tokens, groups, members] to (ids, scores) [tokens, block_k]."""
+    """Logits [tokens, places], groups side by side, to (places, scores) [tokens, block_slots]."""
     nothing = float("-inf")
-    group = tl.arange(0, block_groups)
-    member = tl.arange(0, block_size)
     if softmax:
-        powers = tl.exp(values - tl.max(tl.max(values, axis=2), axis=1)[:, None, None])
-        scores = powers / tl.sum(tl.sum(powers, axis=2), axis=1)[:, None, None]
+        powers = tl.exp(values - tl.max(values, axis=1)[:, None])
+        scores = powers / tl.sum(powers, axis=1)[:, None]
     else:
         scores = tl.sigmoid(values)
     choice = scores
     if biased:
-        choice += tl.load(bias + expert, mask=inside, other=0.0)
+        choice += tl.load(bias + expert, mask=inside, other=0.0)[None, :]
     # A padded row may hold NaN. Its choice must still be valid indices, so NaN ranks below every number, and above "taken".
     choice = tl.where(choice == choice, choice, -1.0e30)
-    choice = tl.where(inside, choice, nothing)
+    choice = tl.where(inside[None, :], choice, nothing)
     if group_score > 0:
-        best = tl.max(choice, axis=2)
+        group = tl.arange(0, block_groups)[None, :]
+        member = tl.arange(0, block_size)[None, None, :]
+        grouped = tl.reshape(choice, (block_t, block_groups, block_size))
+        best = tl.max(grouped, axis=2)
         if group_score == 2:
-            first = tl.min(tl.where(choice == best[:, :, None], member[None, None, :], block_size), axis=2)
-            best += tl.max(tl.where(member[None, None, :] == first[:, :, None], nothing, choice), axis=2)
+            first = tl.min(tl.where(grouped == best[:, :, None], member, block_size), axis=2)
+            best += tl.max(tl.where(member == first[:, :, None], nothing, grouped), axis=2)
         kept = tl.zeros([block_t, block_groups], tl.int32)
         for _ in tl.static_range(top_k_groups):
-            held = tl.where(best == tl.max(best, axis=1)[:, None], group[None, :], block_groups)
-            pick = group[None, :] == tl.min(held, axis=1)[:, None]
-            kept = tl.where(pick, 1, kept)
-            best = tl.where(pick, nothing, best)
-        choice = tl.where((kept == 1)[:, :, None], choice, tl.where(inside, -2.0e38, nothing))
-    slot = tl.arange(0, block_k)[None, :]
-    chosen = tl.zeros([block_t, block_k], tl.int32)
-    chosen_scores = tl.zeros([block_t, block_k], tl.float32)
-    for place in tl.static_range(top_k):
-        pick = _best(choice, expert, nobody)
-        taken = expert == pick[:, None, None]
-        score = tl.sum(tl.sum(tl.where(taken, scores, 0.0), axis=2), axis=1)
-        chosen = tl.where(slot == place, pick[:, None], chosen)
-        chosen_scores = tl.where(slot == place, score[:, None], chosen_scores)
-        choice = tl.where(taken, nothing, choice)
+            _, pick = tl.max(best, axis=1, return_indices=True)
+            kept = tl.where(group == pick[:, None], 1, kept)
+            best = tl.where(group == pick[:, None], nothing, best)
+        kept_all = tl.reshape(tl.broadcast_to(kept[:, :, None], (block_t, block_groups, block_size)), choice.shape)
+        choice = tl.where(kept_all == 1, choice, tl.where(inside[None, :], -2.0e38, nothing))
+    place = tl.arange(0, block_groups * block_size)[None, :]
+    slot = tl.arange(0, block_slots)[None, :]
+    chosen = tl.zeros([block_t, block_slots], tl.int32)
+    for turn in tl.static_range(top_k):
+        # Of equal values the first.
+        _, pick = tl.max(choice, axis=1, return_indices=True)
+        chosen = tl.where(slot == turn, pick[:, None], chosen)
+        choice = tl.where(place == pick[:, None], nothing, choice)
+    chosen_scores = tl.where(slot < top_k, tl.gather(scores, chosen, axis=1), 0.0)
     if normalize:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=1) + 1e-20)[:, None]
     return chosen, chosen_scores
@@ -111,25 +102,26 @@ def _route_kernel(
     block_e: tl.constexpr,
     block_k: tl.constexpr,
     block_t: tl.constexpr,
+    block_splits: tl.constexpr,
     block_groups: tl.constexpr,
     block_size: tl.constexpr,
     block_slots: tl.constexpr,
 ):
     """Programs of one block of tokens add up their parts of the logits; the last of them to finish chooses."""
     experts: tl.constexpr = groups * group_size
-    begin = tl.program_id(2) * each
-    end = tl.minimum(begin + each, width)
+    from_k = tl.program_id(2) * each
+    to_k = tl.minimum(from_k + each, width)
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     column = tl.program_id(1) * block_e + tl.arange(0, block_e)
     k = tl.arange(0, block_k)
     rows = weight + column[:, None] * width
-    lines = begin + tl.arange(0, block_k // 16) * 32
-    fetch_ahead(tl.where((column < experts)[:, None] & (lines < end)[None, :], rows + lines[None, :], weight))
+    lines = from_k + tl.arange(0, block_k // 16) * 32
+    fetch_ahead(tl.where((column < experts)[:, None] & (lines < to_k)[None, :], rows + lines[None, :], weight))
     lead(dependent)
     follow(dependent)
     logits = tl.zeros([block_m, block_e], tl.float32)
-    for start in range(begin, end, block_k):
-        within = start + k < end
+    for start in range(from_k, to_k, block_k):
+        within = start + k < to_k
         a = tl.load(
             x + row[:, None].to(tl.int64) * x_stride + start + k[None, :],
             mask=(row < tokens)[:, None] & within[None, :],
@@ -150,35 +142,34 @@ def _route_kernel(
         real = tokens
         if padded:
             real = tl.load(num_tokens)
-        group = tl.arange(0, block_groups)[None, :, None]
-        member = tl.arange(0, block_size)[None, None, :]
-        expert = group * group_size + member
-        inside = (group < groups) & (member < group_size)
+        lane = tl.arange(0, block_groups * block_size)
+        expert = lane // block_size * group_size + lane % block_size
+        inside = (lane // block_size < groups) & (lane % block_size < group_size)
         slot = tl.arange(0, block_slots)[None, :]
-        for first in range(0, block_m, block_t):
-            token = tl.program_id(0) * block_m + first + tl.arange(0, block_t)
-            held = (token < tokens)[:, None, None] & inside
-            logit = partial + token[:, None, None].to(tl.int64) * experts + expert
-            values = tl.zeros([block_t, block_groups, block_size], tl.float32)
-            for split in range(splits):
-                values += tl.load(logit + split * tokens * experts, mask=held, other=0.0, cache_modifier=".cg")
+        part = tl.arange(0, block_splits)[:, None, None]
+        begin = tl.program_id(0) * block_m
+        for first in range(begin, tl.minimum(begin + block_m, tokens), block_t):
+            token = first + tl.arange(0, block_t)
+            logit = partial + (part * tokens + token[None, :, None]).to(tl.int64) * experts + expert[None, None, :]
+            held = (part < splits) & (token < tokens)[None, :, None] & inside[None, None, :]
+            values = tl.sum(tl.load(logit, mask=held, other=0.0, cache_modifier=".cg"), axis=0)
             chosen, scores = _choose(
-                tl.where(inside, values, float("-inf")),
+                tl.where(inside[None, :], values, float("-inf")),
                 bias,
-                expert,
                 inside,
+                expert,
                 top_k,
                 top_k_groups,
                 group_score,
                 softmax,
                 biased,
                 normalize,
-                experts,
                 block_t,
                 block_groups,
                 block_size,
                 block_slots,
             )
+            chosen = chosen // block_size * group_size + chosen % block_size
             chosen = tl.where(slot < top_k, chosen, experts + slot - top_k)
             scores = tl.where(slot < top_k, scores * scale, 1.0)
             padding = (token >= real)[:, None]
@@ -191,12 +182,15 @@ def _route_kernel(
 _MOST_BLOCKS = 4096
 _PROGRAMS = 128
 """About one a multiprocessor: a small batch's router weights are read by all of them at once."""
+_CHOICE = 8192
+"""Most parts of logits that the last program of a block holds at once."""
 
 
 class TritonRouter:
-    """The router's kernel and its counters, which serve one stream."""
+    """The router's kernel and its counters, which serve one stream. `fixed`: cut in the same way for any number of tokens."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, fixed: bool = False) -> None:
+        self._fixed = fixed
         self._arrivals = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
 
     def route(
@@ -215,12 +209,16 @@ class TritonRouter:
             return ids, weights
         groups = config.num_groups if config.group_score != "none" else 1
         group_size = experts // groups
-        block_m, block_e, block_k = (16, 16, 128) if tokens <= 256 else (64, 64, 64)
+        block_m, block_e, block_k = (16, 16, 128) if tokens <= 256 or self._fixed else (64, 64, 64)
         blocks, across = triton.cdiv(tokens, block_m), triton.cdiv(experts, block_e)
-        splits = max(1, min(triton.cdiv(width, block_k), _PROGRAMS // (blocks * across)))
+        splits = max(1, min(triton.cdiv(width, block_k), _PROGRAMS // ((1 if self._fixed else blocks) * across)))
         each = triton.cdiv(triton.cdiv(width, block_k), splits) * block_k
         splits = triton.cdiv(width, each)
         block_groups, block_size = triton.next_power_of_2(groups), triton.next_power_of_2(group_size)
+        block_splits = triton.next_power_of_2(splits)
+        # So few tokens at once that a warp has a token to itself, and all parts of its logits in registers.
+        block_t = max(1, _CHOICE // (block_groups * block_size * block_splits))
+        block_t = min(block_m, block_t, 4 if self._fixed else triton.next_power_of_2(tokens))
         partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
         _route_kernel[(blocks, across, splits)](
             x,
@@ -250,11 +248,12 @@ class TritonRouter:
             block_m=block_m,
             block_e=block_e,
             block_k=block_k,
-            block_t=min(block_m, triton.next_power_of_2(tokens), max(1, 2048 // (block_groups * block_size))),
+            block_t=block_t,
+            block_splits=block_splits,
             block_groups=block_groups,
             block_size=block_size,
             block_slots=triton.next_power_of_2(columns),
-            num_warps=4,
+            num_warps=min(4, block_t) if block_m == 16 else 4,
             **dependent_launch(x.device),
         )
         return ids, weights

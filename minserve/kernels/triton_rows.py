@@ -80,7 +80,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     if rows == 0:
         return out, total
     block_width = triton.next_power_of_2(width)
-    block_rows = max(1, min(2048 // block_width, triton.next_power_of_2(rows)))
+    block_rows = max(1, 2048 // block_width)
     _rms_norm_kernel[(triton.cdiv(rows, block_rows),)](
         x,
         x if residual is None else residual.contiguous(),
