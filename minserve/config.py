@@ -54,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # engine
     device: Literal["auto", "cpu", "cuda"] = "auto"
     stack: str = "auto"
+    deterministic: bool = False
     max_num_seqs: int = 64
     chunked_prefill_size: int = 2048
     """Most tokens of one step."""
@@ -79,6 +80,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     moe_dispatcher: Literal["auto", "deepep", "torch", "local"] = "auto"
+    redundant_experts: int = 0
+    expert_load: str | None = None
     deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -94,6 +97,7 @@ _AT_LEAST = {
     "mock_engine": 0,
     "max_body_bytes": 1,
     "ep_size": 1,
+    "redundant_experts": 0,
     "nnodes": 1,
     "max_model_len": 2,
     "num_pages": 1,
@@ -121,6 +125,8 @@ def validate(config: Config) -> Config:
     for name in ("api_key", "served_model_name"):
         if any(not value.strip() for value in getattr(config, name)):
             raise UsageError(f"{flag_name(name)} must not be empty")
+    if config.deterministic and (config.stack not in ("auto", "deterministic") or config.ep_size > 1):
+        raise UsageError("--deterministic is a kernel stack of its own, for one rank: leave --stack and --ep-size away")
     _validate_ranks(config)
     return config
 
@@ -129,6 +135,9 @@ def _validate_ranks(config: Config) -> None:
     """Raises UsageError for a group that cannot be."""
     if config.moe_dispatcher == "local" and config.ep_size > 1:
         raise UsageError(f"--moe-dispatcher local sends nothing to other ranks, and --ep-size {config.ep_size} needs that: torch")
+    for name in ("redundant_experts", "expert_load"):
+        if getattr(config, name) and config.ep_size == 1:
+            raise UsageError(f"{flag_name(name)} spreads experts over ranks, and there is one: see --ep-size")
     if config.deepep_mode != "auto" and (config.ep_size == 1 or config.moe_dispatcher == "torch"):
         raise UsageError(
             f"--deepep-mode {config.deepep_mode}: DeepEP moves tokens between ranks, see --ep-size, --moe-dispatcher"

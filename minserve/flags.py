@@ -62,6 +62,7 @@ FLAGS = (
     Flag("mock_engine", "no model: requests get their prompt's tokens again, X a second each; 0: as fast as the front takes"),
     Flag("device", "where to compute"),
     Flag("stack", "named kernel stack"),
+    Flag("deterministic", "a request's greedy tokens never depend on those beside it; slower, needs a GPU"),
     Flag("max_num_seqs", "requests that run at once", ("max-running-requests",)),
     Flag("chunked_prefill_size", "most tokens of one step", ("max-num-batched-tokens",)),
     Flag("prefill_step_ratio", "times a decode step's time that a step with prompt tokens in it may take; inf: no bound"),
@@ -82,6 +83,8 @@ FLAGS = (
     Flag("master_addr", "address of host 0"),
     Flag("master_port", "port of host 0"),
     Flag("moe_dispatcher", "how tokens travel to the experts", ("moe-a2a-backend", "all2all-backend")),
+    Flag("redundant_experts", "more expert slots than experts, of all ranks together: copies of those with the most tokens"),
+    Flag("expert_load", "file with what /server_info answered: places experts so that ranks get equal shares of that load"),
     Flag("deepep_mode", "DeepEP's kernels"),
     Flag("log_level", "least severe log line"),
 )
