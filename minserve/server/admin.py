@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -30,9 +31,7 @@ class AdminEndpoints:
 
     async def health(self, exchange: Exchange) -> web.StreamResponse:
         """Alive: this process answers and no engine is stuck. A model that loads is alive."""
-        illness = self._front.illness()
-        if illness is not None:
-            raise unavailable(f"Not healthy: {illness}", "unhealthy")
+        self._check_illness()
         return exchange.json({"status": "ok", "phase": self._front.phase})
 
     async def ready(self, exchange: Exchange) -> web.StreamResponse:
@@ -40,18 +39,30 @@ class AdminEndpoints:
         if self._front.phase == "draining":
             raise unavailable("The server is shutting down", "draining")
         self._front.loaded()
+        self._check_illness()
+        return exchange.json({"status": "ready"})
+
+    def _check_illness(self) -> None:
         illness = self._front.illness()
         if illness is not None:
             raise unavailable(f"Not healthy: {illness}", "unhealthy")
-        return exchange.json({"status": "ready"})
 
     async def version(self, exchange: Exchange) -> web.StreamResponse:
         return exchange.json({"version": __version__})
 
     async def metrics(self, exchange: Exchange) -> web.StreamResponse:
         own = self._front.loaded().metrics
-        page = own.page(await self._front.siblings.ask("metrics"))
+        page = own.page(await self._front.siblings.ask("metrics"), metrics.imbalance(await self._expert_loads()))
         return web.Response(body=page, headers={**exchange.headers, "Content-Type": metrics.CONTENT_TYPE})
+
+    async def _expert_loads(self) -> list[dict[str, list[int]]]:
+        """Of each rank, layer to counts; none where one rank has all experts, or while an engine does not answer."""
+        engines = self._front.engines
+        if len(engines.engines) > 1:
+            with contextlib.suppress(ApiError, TimeoutError):
+                async with asyncio.timeout(_SCRAPE_WAITS):
+                    return [now["expert_load"] for now in await engines.call_all("server_info")]
+        return []
 
     async def models(self, exchange: Exchange) -> web.StreamResponse:
         model = self._front.loaded()
@@ -88,39 +99,35 @@ class AdminEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`{"prompt"}` or `{"messages"}` to `{"tokens", "count", "max_model_len"}`."""
-        model = self._front.loaded()
 
-        def work(body: bytes | bytearray) -> dict[str, Any]:
-            fields = decode_object(body)
-            text, special = _text_to_tokenize(fields, model)
+        def work(fields: Fields, model: LoadedModel) -> dict[str, Any]:
+            text = _text_to_tokenize(fields, model)
             _check_size(text, model, "messages" if fields.has("messages") else "prompt")
-            tokens = model.tokenizer.encode(text, special)
-            strings = (
-                [model.tokenizer.token_text(token) for token in tokens] if fields.boolean("return_token_strs", False) else None
-            )
+            tokens = model.tokenizer.encode(text, fields.boolean("add_special_tokens", True))
+            strings = list(map(model.tokenizer.token_text, tokens)) if fields.boolean("return_token_strs", False) else None
             return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts.context_length, "token_strs": strings}
 
-        async with self._bodies.body(exchange.request) as body:
-            if len(body) <= INLINE_BYTES:
-                return exchange.json(work(body))
-            return exchange.json(await self._front.off_loop(lambda: work(body), len(body)))
+        return await self._worked(exchange, work)
 
     async def detokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`{"tokens"}` to `{"prompt"}`."""
-        model = self._front.loaded()
 
-        def work(body: bytes | bytearray) -> dict[str, Any]:
-            fields = decode_object(body)
+        def work(fields: Fields, model: LoadedModel) -> dict[str, Any]:
             raw = fields.raw("tokens")
             if raw is None:
                 raise bad_request("tokens is required", "tokens")
             tokens = token_ids(raw, "tokens", model.facts)
             return {"prompt": model.tokenizer.decode(tokens, fields.boolean("skip_special_tokens", False))}
 
+        return await self._worked(exchange, work)
+
+    async def _worked(self, exchange: Exchange, work: Callable[[Fields, LoadedModel], dict[str, Any]]) -> web.StreamResponse:
+        """What is made of a body's fields, of a large one in a thread."""
+        model = self._front.loaded()
         async with self._bodies.body(exchange.request) as body:
             if len(body) <= INLINE_BYTES:
-                return exchange.json(work(body))
-            return exchange.json(await self._front.off_loop(lambda: work(body), len(body)))
+                return exchange.json(work(decode_object(body), model))
+            return exchange.json(await self._front.off_loop(lambda: work(decode_object(body), model), len(body)))
 
     async def abort_request(self, exchange: Exchange) -> web.StreamResponse:
         """Ends answers by `request_id` (an answer's id, or the x-request-id it was asked with), or all with `abort_all`."""
@@ -134,24 +141,19 @@ class AdminEndpoints:
         elsewhere = await self._front.siblings.ask("abort", wanted)
         return exchange.json({"aborted": self._front.abort(wanted) + sum(map(int, elsewhere))})
 
-    async def flush_cache(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._called(exchange, "flush_cache")
-
-    async def start_profile(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._called(exchange, "start_profile")
-
-    async def stop_profile(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._called(exchange, "stop_profile")
-
-    async def _called(self, exchange: Exchange, method: str) -> web.StreamResponse:
+    def control(self, method: str) -> Callable[[Exchange], Awaitable[web.StreamResponse]]:
         """Passes a control call on to every engine; its body, if any, is the arguments."""
-        self._front.loaded()
-        arguments: dict[str, Any] = {}
-        if exchange.request.body_exists:
-            async with self._bodies.body(exchange.request) as body:
-                arguments = decode_object(body).values() if body.strip() else {}
-        _check_sendable(method, arguments)
-        return exchange.json({"success": True, "ranks": await self._front.engines.call_all(method, arguments)})
+
+        async def call(exchange: Exchange) -> web.StreamResponse:
+            self._front.loaded()
+            arguments: dict[str, Any] = {}
+            if exchange.request.body_exists:
+                async with self._bodies.body(exchange.request) as body:
+                    arguments = decode_object(body).values() if body.strip() else {}
+            _check_sendable(method, arguments)
+            return exchange.json({"success": True, "ranks": await self._front.engines.call_all(method, arguments)})
+
+        return call
 
 
 def _check_sendable(method: str, arguments: dict[str, Any]) -> None:
@@ -173,13 +175,13 @@ def _card(model: LoadedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _text_to_tokenize(fields: Fields, model: LoadedModel) -> tuple[str, bool]:
+def _text_to_tokenize(fields: Fields, model: LoadedModel) -> str:
     if fields.has("messages"):
-        return render(openai.parse_conversation(fields), model), fields.boolean("add_special_tokens", True)
+        return render(openai.parse_conversation(fields), model)
     prompt = fields.string("prompt")
     if prompt is None:
         raise bad_request("prompt or messages is required", "prompt")
-    return prompt, fields.boolean("add_special_tokens", True)
+    return prompt
 
 
 def _check_size(text: str, model: LoadedModel, param: str) -> None:

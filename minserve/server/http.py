@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 import re
@@ -65,19 +66,16 @@ class HttpServer(web.Server):
             return preflight(exchange)
         if self._keys and path not in self._open_paths:
             self._check_key(request)
-        methods = self._routes.get(path)
-        if methods is None:
-            if path.startswith("/v1/models/"):
-                name = path.removeprefix("/v1/models/")
-                methods = {"GET": lambda exchange: self._admin.model(exchange, name)}
-            elif path in self._page.paths:
-                methods = {"GET": lambda exchange: self._page.file(exchange, path)}
-            else:
-                raise ApiError(404, f"There is no endpoint {path[:200]!r}", code="unknown_path")
-        endpoint = methods.get("GET" if request.method == "HEAD" else request.method)
+        method, endpoint = self._routes.get(path, ("GET", None))
+        if path.startswith("/v1/models/"):
+            endpoint = functools.partial(self._admin.model, name=path.removeprefix("/v1/models/"))
+        elif path in self._page.paths:
+            endpoint = functools.partial(self._page.file, path=path)
         if endpoint is None:
-            message = f"{path} answers {' and '.join(methods)}, not {request.method[:20]}"
-            exchange.headers["Allow"] = ", ".join(methods)
+            raise ApiError(404, f"There is no endpoint {path[:200]!r}", code="unknown_path")
+        if request.method != method and not (request.method == "HEAD" and method == "GET"):
+            exchange.headers["Allow"] = method
+            message = f"{path} answers {method}, not {request.method[:20]}"
             raise ApiError(405, message, code="method_not_allowed")
         return await endpoint(exchange)
 
@@ -113,26 +111,22 @@ class _Connection(RequestHandler):
         return response
 
 
-def _routes(generate: GenerateEndpoints, admin: AdminEndpoints) -> dict[str, dict[str, Endpoint]]:
-    get: dict[str, Endpoint] = {
-        "/health": admin.health,
-        "/ready": admin.ready,
-        "/version": admin.version,
-        "/metrics": admin.metrics,
-        "/server_info": admin.server_info,
-        "/v1/models": admin.models,
+def _routes(generate: GenerateEndpoints, admin: AdminEndpoints) -> dict[str, tuple[str, Endpoint]]:
+    """Path to method and endpoint."""
+    return {
+        "/health": ("GET", admin.health),
+        "/ready": ("GET", admin.ready),
+        "/version": ("GET", admin.version),
+        "/metrics": ("GET", admin.metrics),
+        "/server_info": ("GET", admin.server_info),
+        "/v1/models": ("GET", admin.models),
+        "/v1/chat/completions": ("POST", generate.chat_completions),
+        "/v1/completions": ("POST", generate.completions),
+        "/v1/responses": ("POST", generate.responses),
+        "/v1/messages": ("POST", generate.messages),
+        "/v1/messages/count_tokens": ("POST", generate.count_tokens),
+        "/tokenize": ("POST", admin.tokenize),
+        "/detokenize": ("POST", admin.detokenize),
+        "/abort_request": ("POST", admin.abort_request),
+        **{f"/{name}": ("POST", admin.control(name)) for name in ("flush_cache", "start_profile", "stop_profile")},
     }
-    post: dict[str, Endpoint] = {
-        "/v1/chat/completions": generate.chat_completions,
-        "/v1/completions": generate.completions,
-        "/v1/responses": generate.responses,
-        "/v1/messages": generate.messages,
-        "/v1/messages/count_tokens": generate.count_tokens,
-        "/tokenize": admin.tokenize,
-        "/detokenize": admin.detokenize,
-        "/abort_request": admin.abort_request,
-        "/flush_cache": admin.flush_cache,
-        "/start_profile": admin.start_profile,
-        "/stop_profile": admin.stop_profile,
-    }
-    return {**{path: {"GET": endpoint} for path, endpoint in get.items()}, **{path: {"POST": e} for path, e in post.items()}}

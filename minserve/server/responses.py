@@ -13,7 +13,7 @@ import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
-from minserve.server.fields import Fields, decode_object, decode_value
+from minserve.server.fields import Fields, decode_object
 from minserve.server.generation import Generation
 
 _PASSED_ON = (
@@ -55,8 +55,8 @@ def chat_body(body: bytes | bytearray) -> tuple[bytes, Fields]:
     chat["messages"] = _messages(fields)
     if fields.has("max_output_tokens"):
         chat["max_tokens"] = fields.value("max_output_tokens")
-    if tools := fields.array("tools"):
-        chat["tools"] = [_tool(decode_value(raw, f"tools[{index}]"), f"tools[{index}]") for index, raw in enumerate(tools)]
+    if tools := fields.objects("tools"):
+        chat["tools"] = list(map(_tool, tools))
     choice = chat.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
@@ -119,13 +119,13 @@ def _content(content: Any, param: str) -> Any:
     return parts
 
 
-def _tool(tool: Any, param: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise bad_request(f'{param}.type must be "function"', f"{param}.type")
-    if "function" in tool:
-        return tool
+def _tool(tool: Fields) -> dict[str, Any]:
+    if tool.value("type") != "function":
+        raise bad_request(f'{tool.param("type")} must be "function"', tool.param("type"))
+    given = tool.values()
     names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    function = {name: given[name] for name in names if given.get(name) is not None}
+    return given if "function" in given else {"type": "function", "function": function}
 
 
 class ResponseWriter(BlockWriter):
