@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minserve.kernels import triton_experts, triton_linear
 from minserve.kernels.interface import ExpertWeights, LinearWeight
+from minserve.kernels.triton_exchange import dequantize_rows, scatter_quantized
 from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
 from minserve.kernels.triton_masked import masked_rows
 
@@ -77,7 +78,7 @@ class DeepGemmProducts:
             return triton_linear.linear(x, weight, bias)
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if rows.shape[0] <= triton_linear.SKINNY_ROWS or n_size % 64 or k_size % FP8_BLOCK:
+        if triton_linear.path_of(rows, weight) != "tiles" or rows.shape[0] == 0 or n_size % 64 or k_size % FP8_BLOCK:
             return triton_linear.linear(x, weight, bias)
         quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
         assert scales is not None
@@ -86,10 +87,17 @@ class DeepGemmProducts:
         out = out.view(*x.shape[:-1], n_size)
         return out if bias is None else out + bias
 
-    def experts_flat(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
-        """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
+    def experts_flat(
+        self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights, scale: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H].
+
+        FP8 rows come with their scales fp32 [T, H / 128]; only FP8 experts take them.
+        """
         tokens, fp8 = x.shape[0], experts.w13_scale is not None
-        if tokens <= (self.limits.triton_fp8 if fp8 else self.limits.triton_bf16) or not _fits(x, experts):
+        if scale is not None and tokens <= self.limits.triton_fp8:
+            x, scale = dequantize_rows(x, scale), None
+        if tokens <= (self.limits.triton_fp8 if fp8 else self.limits.triton_bf16) or not (scale is not None or _fits(x, experts)):
             return triton_experts.experts_flat(x, slot_ids, weights, experts)
         x, num_experts = x.contiguous(), experts.w13.shape[0]
         if tokens <= self.limits.masked:
@@ -98,16 +106,21 @@ class DeepGemmProducts:
             place = place_contiguous(slot_ids, num_experts, BLOCK_ROWS)
         expected = max(1, -(-slot_ids.numel() // num_experts))
         groups = 1 if place.row_expert is not None else num_experts
-        moved = move_rows(
-            x,
-            place.num_rows,
-            mapping="scatter",
-            where=place.destinations,
-            items=slot_ids.numel(),
-            top_k=slot_ids.shape[1],
-            groups=groups,
-            quantize=fp8,
-        )
+        top_k = slot_ids.shape[1]
+        moved: tuple[Tensor, Tensor | None]
+        if scale is not None:
+            moved = scatter_quantized(x, scale, place.destinations, place.num_rows, top_k=top_k, groups=groups)
+        else:
+            moved = move_rows(
+                x,
+                place.num_rows,
+                mapping="scatter",
+                where=place.destinations,
+                items=slot_ids.numel(),
+                top_k=top_k,
+                groups=groups,
+                quantize=fp8,
+            )
         hidden = self._product(moved, experts.w13, experts.w13_scale, place, expected)
         moved = move_rows(
             hidden,

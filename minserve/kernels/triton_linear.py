@@ -216,7 +216,7 @@ def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor
     )
 
 
-def _path(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
+def path_of(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
     """The fastest kernel by the sizes alone, as measured on an H200; "tiles" for many rows, which are torch's if unscaled."""
     (n_size, k_size), count = weight.weight.shape, rows.shape[0]
     if rows.element_size() != 2:
@@ -235,7 +235,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]."""
     n_size, k_size = weight.weight.shape
     rows = x.reshape(-1, k_size)
-    m_size, path = rows.shape[0], _path(rows, weight)
+    m_size, path = rows.shape[0], path_of(rows, weight)
     if m_size == 0 or (path == "tiles" and weight.scale is None):
         return F.linear(x, weight.weight, bias) if weight.scale is None else x.new_empty(*x.shape[:-1], n_size)
     out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)

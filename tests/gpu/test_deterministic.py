@@ -1,0 +1,138 @@
+"""The deterministic stack: a token's result depends on nothing but its own request, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu.kernel_samples import DEVICE, cache, choices, expert_weights, fp8, normal, same_bits, step
+from gpu.runners import capture, runner_of, small_model
+from runtime.scripted import Loop
+from torch import Tensor
+
+from minserve.kernels import stacks
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, LinearWeight, RotaryTable, RouterConfig
+from minserve.request import Request, SamplingParams
+
+COUNTS = (1, 2, 5, 16, 40, 300, 700)
+"""Rows of a step: each side of every size at which another stack cuts its work differently."""
+
+
+@pytest.fixture
+def deterministic() -> Kernels:
+    return stacks.build("deterministic", DEVICE)
+
+
+def rows_alike(call: Callable[[Tensor], Tensor | tuple[Tensor, ...]], x: Tensor) -> None:
+    """The first row's results are the same beside any number of others, and in any place."""
+    wanted: tuple[Tensor, ...] | None = None
+    for count in COUNTS:
+        place = random.randrange(count)
+        mates = x[1:count]
+        together = torch.cat((mates[:place], x[:1], mates[place:]))
+        results = call(together)
+        own = tuple(result[place] for result in (results if isinstance(results, tuple) else (results,)))
+        wanted = wanted or own
+        for result, other in zip(own, wanted, strict=True):
+            assert same_bits(result, other), f"beside {count - 1} others"
+
+
+def test_products_of_a_row(deterministic: Kernels) -> None:
+    x, kernels = normal(max(COUNTS), 2048), deterministic
+    for weight in (LinearWeight(normal(2048, 2048)), LinearWeight(*fp8(2048, 2048))):
+        rows_alike(lambda some, weight=weight: kernels.linear(some, weight, None), x)
+    rows_alike(lambda some: kernels.add_rms_norm(some, some, x[0], 1e-6), x)
+    rows_alike(lambda some: kernels.rms_norm(some[:, :96].contiguous(), x[0, :96], 1e-6), x)
+    gate = normal(128, 2048, dtype=torch.float32)
+    rows_alike(lambda some: kernels.route(some, gate, None, RouterConfig(8, "softmax", normalize=True), None), x)
+    weight = normal(4, 512, 128).transpose(1, 2)
+    rows_alike(lambda some: kernels.heads_linear(some.view(-1, 16, 128)[:, :4].contiguous(), weight), x)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_experts_of_a_row(deterministic: Kernels, kind: str) -> None:
+    x, weights = normal(max(COUNTS), 512), expert_weights(16, 512, 256, kind)
+    ids, shares = choices(max(COUNTS), 4, 16)
+
+    def call(some: Tensor) -> Tensor:
+        place = int((some == x[0]).all(1).nonzero()[0])
+        others = [*range(1, len(some))]
+        order = torch.tensor([*others[:place], 0, *others[place:]], device=DEVICE)
+        return deterministic.experts_flat(some, ids[order].contiguous(), shares[order].contiguous(), weights)
+
+    rows_alike(call, x)
+
+
+def test_mla_inputs_of_a_row(deterministic: Kernels) -> None:
+    heads, nope, rank, rope = 4, 128, 512, 64
+    x = normal(max(COUNTS), heads * (nope + rope) + rank + rope)
+    gain, w_uk, table = normal(rank), normal(heads, nope, rank), RotaryTable(torch.rand(8, rope, device=DEVICE), True)
+    pages = normal(12, 64, rank + rope)
+
+    def call(some: Tensor) -> tuple[Tensor, ...]:
+        slots, positions = torch.arange(len(some), device=DEVICE), torch.full((len(some),), 3, device=DEVICE)
+        q, kv = some[:, : heads * (nope + rope)].unflatten(1, (heads, -1)), some[:, heads * (nope + rope) :]
+        results = deterministic.mla_inputs(q, kv, gain, 1e-6, w_uk, table, positions, pages, slots)
+        return (*results, pages.view(-1, rank + rope)[: len(some)].clone())
+
+    rows_alike(call, x)
+
+
+@pytest.mark.parametrize(
+    "shape", [AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5), AttentionShape("mla", 16, 1, 512, 64, 192**-0.5)]
+)
+def test_attention_of_a_token(deterministic: Kernels, shape: AttentionShape) -> None:
+    """The last token of a row: decoded alone, decoded beside others, and as the end of prompts of several lengths."""
+    metadata = step([1], [1500], 64)
+    layer = cache(metadata, shape)
+    table = metadata.page_table
+
+    def attend(lengths: list[int], seq_lens: list[int]) -> Tensor:
+        sizes = (shape.head_dim, shape.rope_dim) if shape.kind == "mla" else (shape.head_dim,)
+        q = [normal(sum(lengths), shape.num_heads, size) for size in sizes]
+        for part, last in zip(q, own, strict=True):
+            part[lengths[0] - 1] = last
+        starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        seen = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+        tables = table.expand(len(lengths), -1).contiguous()
+        rows = AttentionMetadata(starts, seen, tables, metadata.slot_mapping, 64, tuple(lengths), tuple(seq_lens))
+        function = deterministic.mla_attention if shape.kind == "mla" else deterministic.gqa_attention
+        return function(*q, layer, rows, shape, deterministic.plan_attention(rows, shape))[lengths[0] - 1]
+
+    sizes = (shape.head_dim, shape.rope_dim) if shape.kind == "mla" else (shape.head_dim,)
+    own = [normal(shape.num_heads, size) for size in sizes]
+    alone = attend([1], [1500])
+    for lengths in ([1, 1, 1], [7], [130], [1, 300, 40], [700, 1]):
+        seq_lens = [1500, *(random.randint(length, 1500) for length in lengths[1:])]
+        assert same_bits(attend(lengths, seq_lens), alone), lengths
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_tokens_do_not_depend_on_the_requests_beside_them(name: str, quantised: bool) -> None:
+    """Random models are as sensitive as models can be: any bit that changes soon changes a token."""
+    generator = random.Random(7)
+    prompts = [[generator.randrange(1024) for _ in range(generator.choice([1, 20, 64, 300, 900]))] for _ in range(10)]
+    kernels = stacks.build("deterministic", DEVICE)
+    model = small_model(name, kernels, fp8=quantised, policy="serial")
+
+    def tokens(groups: list[list[int]], graphs: bool) -> dict[int, list[int]]:
+        got = {}
+        for group in groups:
+            runner = runner_of(model, kernels, max_num_seqs=8)
+            if graphs:
+                capture(runner, (1, 2, 4, 8))
+            loop = Loop(runner.limits, runner)
+            for index in group:
+                sampling = SamplingParams(max_tokens=30, seed=index, temperature=0.0)
+                loop.add(Request(id=index, prompt_token_ids=prompts[index], sampling=sampling, arrival_time=0.0))
+            loop.run()
+            got |= {index: loop.tokens[index] for index in group}
+        return got
+
+    everyone = list(range(len(prompts)))
+    alone = tokens([[index] for index in everyone], graphs=False)
+    assert tokens([everyone], graphs=True) == alone
+    assert tokens([everyone[::-1][:5], everyone[:5]], graphs=True) == alone
