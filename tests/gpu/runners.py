@@ -15,8 +15,9 @@ from minserve.kernels import stacks
 from minserve.kernels.interface import Kernels, kv_page_shape
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
+from minserve.models.formats import Formats
 from minserve.models.layers.streams import CudaLanes
-from minserve.models.model_config import load_model_config
+from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
@@ -59,6 +60,17 @@ SMALL: dict[str, dict[str, Any]] = {
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
+def small_config(name: str, *, layers: int = 3, fp8: bool = False) -> tuple[ModelConfig, Formats]:
+    fields = json.loads((SHAPES / name / "config.json").read_text()) | SMALL[name]
+    fields |= {"num_hidden_layers": layers, "vocab_size": 1024, "max_position_embeddings": 4096}
+    fields |= {"eos_token_id": 1, "bos_token_id": 0, "quantization_config": FP8 if fp8 else None}
+    if not fp8:
+        del fields["quantization_config"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        return load_model_config(Path(folder)), formats_from_config(read_quantization_config(Path(folder)))
+
+
 def small_model(
     name: str,
     kernels: Kernels,
@@ -68,14 +80,7 @@ def small_model(
     policy: str = "overlap",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Decoder:
-    fields = json.loads((SHAPES / name / "config.json").read_text()) | SMALL[name]
-    fields |= {"num_hidden_layers": layers, "vocab_size": 1024, "max_position_embeddings": 4096}
-    fields |= {"eos_token_id": 1, "bos_token_id": 0, "quantization_config": FP8 if fp8 else None}
-    if not fp8:
-        del fields["quantization_config"]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
-        config, formats = load_model_config(Path(folder)), formats_from_config(read_quantization_config(Path(folder)))
+    config, formats = small_config(name, layers=layers, fp8=fp8)
     lanes = CudaLanes(DEVICE) if policy == "overlap" else None
     model = build_model(config, formats, kernels, dtype, DEVICE, shared_expert=policy, lanes=lanes)
     dummy_weights(model, 0)
