@@ -83,7 +83,7 @@ def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     listed = _read_object(index)
     files, size = listed.get("weight_map"), listed.get("metadata")
     total = size.get("total_size") if isinstance(size, dict) else None
-    count = len(set(files.values())) if isinstance(files, dict) else 0
+    count = len({str(file) for file in files.values()}) if isinstance(files, dict) else 0
     said = f", {total / 1e9:,.1f} GB" if isinstance(total, int | float) else ""
     return config, (f"the index lists {count:,} files{said} (with what a text server leaves on disk)",)
 

@@ -96,8 +96,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The file's object; CheckpointError when it is absent, no JSON or no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def read_fields(model_dir: Path) -> Fields:
 def read_rope(fields: Fields, head_dim: int, *, interleaved: bool) -> RopeConfig:
     """Rotary fields in either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     inner = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
-    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0, minimum=1.0), minimum=1.0)
+    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0, minimum=2.0), minimum=2.0)
     partial = inner.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
     rotary_dim = int(head_dim * partial)
     if partial > 1.0 or rotary_dim < 2 or rotary_dim % 2:
@@ -141,8 +141,8 @@ def _read_yarn(inner: Fields, fields: Fields) -> YarnConfig:
     return YarnConfig(
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=inner.number("beta_fast", default=32.0),
-        beta_slow=inner.number("beta_slow", default=1.0),
+        beta_fast=inner.number("beta_fast", default=32.0, minimum=0.001),
+        beta_slow=inner.number("beta_slow", default=1.0, minimum=0.001),
         truncate=inner.boolean("truncate", default=True),
         attention_factor=inner.number("attention_factor", default=mscale / mscale_all_dim),
     )
@@ -156,6 +156,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 def longest_context(fields: Fields, rope: RopeConfig) -> int:
     """max_position_embeddings, or what YaRN stretches the original context to where that is more."""
     stretched = rope.yarn.factor * rope.yarn.original_max_position_embeddings if rope.yarn else 0.0
+    if stretched >= _TOO_LARGE:
+        raise CheckpointError(f"{fields.where}: rope_scaling stretches the context to {stretched:g} tokens, which is no context")
     return max(fields.integer("max_position_embeddings"), int(stretched))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -13,12 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from hub_cache import write_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from release_checkpoints import write_release
 from safetensors.torch import load_file, save_file
 from weights.toy_model import write_checkpoint
 
-from minserve.errors import CheckpointError
-from minserve.models.check import check, compute_checksums
+from minserve.errors import CheckpointError, ServerError
+from minserve.models.check import check, compute_checksums, prove
+from minserve.plan import Settings, make_plan, read_config
 
 TinyDir = Callable[[str], Path]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -147,6 +151,37 @@ def test_every_gap_of_a_load_is_a_gap_here(damage: str, sharded: Path) -> None:
     index_file.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=expected):
         check(sharded, None, None)
+
+
+WRONG = [None, -1, 0, 1, 2, 3, 1e-300, 1e300, 10**20, float("nan"), True, "", "x", "yarn", [], [0], {}, {"a": []}]
+
+
+@pytest.fixture(scope="module")
+def yarn_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_release("Kimi-K2.5", tmp_path_factory.mktemp("yarn"))[0]
+
+
+@given(data=st.data())
+@settings(max_examples=250, deadline=None)
+def test_fuzz_values_of_config_and_index_end_in_a_proof_or_a_refusal(yarn_model: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["config.json", "config.json", "model.safetensors.index.json"]))
+    original = (yarn_model / name).read_bytes()
+    values = json.loads(original)
+    place = values
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(st.sampled_from(WRONG))
+    (yarn_model / name).write_text(json.dumps(values))
+    try:
+        with contextlib.suppress(CheckpointError):
+            prove(yarn_model)
+        with contextlib.suppress(ServerError):
+            make_plan(read_config(yarn_model)[0], "m", Settings())
+    finally:
+        (yarn_model / name).write_bytes(original)
 
 
 @pytest.mark.parametrize("name", ["Kimi-K2.5", "Kimi-K2.5-NVFP4", "DeepSeek-V3"])
