@@ -57,7 +57,10 @@ class GlooBuffer:
             out[token] += weights[token, place] * by_slot[token, slot_ids[token, place]]
         return out
 
-    def normal_dispatch(self, x: Tensor, slot_ids: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def normal_dispatch(
+        self, x: Tensor, scale: Tensor | None, slot_ids: Tensor, weights: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any]:
+        assert scale is None
         self.calls.append("normal")
         each = rows // self._group.size()
         ids, tokens, shares = (self._gather(values, each) for values in (slot_ids, x, weights))
@@ -70,7 +73,7 @@ class GlooBuffer:
                 received[row], kept[row] = tokens[rank][token], shares[rank][token]
                 local[row] = torch.where(mine[token], ids[rank][token] - self._first, -1)
                 sources.append((rank, token))
-        return received, local, kept, (len(x), each, sources)
+        return received, None, local, kept, (len(x), each, sources)
 
     def normal_combine(self, y: Tensor, handle: Any) -> Tensor:
         count, each, sources = handle

@@ -18,6 +18,7 @@ import torch.distributed
 
 from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_buffer import DeepEPBuffer
+from minserve.kernels.triton_exchange import quantize_rows
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, TorchDispatcher
 from minserve.runtime import bench_ranks
 from minserve.runtime.cuda_graph import CudaRecorder
@@ -59,7 +60,7 @@ def measure(group: Group, options: argparse.Namespace) -> list[dict[str, object]
         normal=able.normal,
     )
     low, low_fp8, normal = (DeepEPDispatcher(buffer, ranks, rows) for rows in (capacity, capacity, 0))
-    low_fp8.fp8 = True
+    low_fp8.quantize = quantize_rows
     away = (ranks - 1) / ranks
     sent = {  # bytes of a token that a rank sends and gets back
         "low-latency FP8": options.top_k * away * options.hidden * (1 + 4 / 128 + 2),

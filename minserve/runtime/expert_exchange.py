@@ -19,7 +19,8 @@ from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_limits import Abilities
 from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
-from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, Rehearsal, TorchDispatcher
+from minserve.models.formats import BLOCK
+from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, Rehearsal, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.runtime.parallel import Group
 
@@ -32,7 +33,7 @@ class Exchange:
 
     name: str
     placement: ExpertPlacement
-    dispatcher: Dispatcher
+    dispatcher: DeepEPDispatcher | TorchDispatcher
     captured: bool
     """Whether decode steps that use it can be captured."""
     low_latency_rows: int | None
@@ -49,8 +50,9 @@ class Exchange:
 
     def settle(self, model: Decoder) -> None:
         """Once the model is built: rows travel as FP8 where all experts take them."""
-        if isinstance(self.dispatcher, DeepEPDispatcher):
-            self.dispatcher.fp8 = all(layer.experts.kept == "fp8_block" for layer in _moe_layers(model))
+        experts = [layer.experts for layer in _moe_layers(model)]
+        if all(layer.kept == "fp8_block" for layer in experts) and model.config.hidden_size % BLOCK == 0:
+            self.dispatcher.quantize = experts[0].kernels.quantize_rows
 
     @contextlib.contextmanager
     def rehearsal(self, model: Decoder) -> Iterator[None]:

@@ -23,6 +23,7 @@ from minserve.config import EMBEDDED_DIRECTORY, Config
 from minserve.kernels import deep_ep_limits, stacks
 from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 from minserve.kernels.interface import ExpertWeights, Kernels
+from minserve.kernels.triton_exchange import quantize_rows
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, MaskedTokens, TorchDispatcher
 from minserve.models.layers.streams import CudaLanes
 from minserve.models.model_config import load_model_config
@@ -107,9 +108,10 @@ def dispatchers(group: Group, buffer: DeepEPBuffer, experts: int, kind: str) -> 
         "low-latency": DeepEPDispatcher(buffer, num_ranks, CAPACITY),
         "normal": DeepEPDispatcher(buffer, num_ranks, 0),
     }
-    ways["low-latency"].fp8 = kind == "fp8"  # type: ignore[attr-defined]
     if group.sharers == 1:
         ways["torch"] = TorchDispatcher(group.collectives, experts // num_ranks)
+    for way in ways.values():
+        way.quantize = quantize_rows if kind == "fp8" else None  # type: ignore[attr-defined]
     return ways
 
 
@@ -128,10 +130,11 @@ def exchange(
     own = ExpertWeights(*(None if (w := getattr(weights, name)) is None else w[first : first + each] for name in names[:4]))
     dispatched = dispatcher.dispatch(*tokens, None, rows)
     work = dispatched.tokens
+    scale = () if work.scale is None else (work.scale,)
     if isinstance(work, MaskedTokens):
-        output = kernels.experts_masked(work.hidden, work.counts, own, *(() if work.scale is None else (work.scale,)))
+        output = kernels.experts_masked(work.hidden, work.counts, own, *scale)
     else:
-        output = kernels.experts_flat(work.hidden, work.slot_ids, work.weights, own)
+        output = kernels.experts_flat(work.hidden, work.slot_ids, work.weights, own, *scale)
     return dispatcher.combine(output, dispatched)
 
 

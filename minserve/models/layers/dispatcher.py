@@ -58,6 +58,8 @@ class FlatTokens:
     """int32 [N, k]: local slots, -1 for none."""
     weights: Tensor
     """fp32 [N, k]"""
+    scale: Tensor | None = None
+    """FP8 rows: their scales fp32 [N, H / 128]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class Dispatched:
 
 _all_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """Of equal pieces into one tensor: later versions of torch call it otherwise."""
+
+
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""[T, H] -> FP8 [T, H], scales fp32 [T, H / 128]"""
 
 
 class CollectiveFailed(RuntimeError):
@@ -140,6 +146,8 @@ class TorchDispatcher:
         self, group: torch.distributed.ProcessGroup, slots_per_rank: int, *, through: torch.device | None = None
     ) -> None:
         """through: where the group's collectives find tensors, if that is not where the tokens are; nothing then is captured."""
+        self.quantize: Quantize | None = None
+        """Makes the rows FP8 in which they travel; None: as they are."""
         self._group = group
         self._through = through
         self._num_ranks = group.size()
@@ -155,8 +163,9 @@ class TorchDispatcher:
         rows = count if rows_per_rank is None else rows_per_rank
         if count > rows:
             raise ValueError(f"{count} tokens do not fit in the {rows} rows that the ranks agreed on")
-        # One message instead of three: ids, weights and hidden as bytes behind each other.
-        parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), _padded(hidden, rows, 0)]
+        # One message instead of several: ids, weights and rows as bytes behind each other.
+        quantised = (hidden,) if self.quantize is None else self.quantize(hidden)
+        parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), *(_padded(part, rows, 0) for part in quantised)]
         packed = torch.cat([part.view(torch.uint8).flatten() for part in parts]).to(self._through or hidden.device)
         gathered = packed.new_empty(self._num_ranks * packed.numel())
         with _failures_named():
@@ -168,10 +177,10 @@ class TorchDispatcher:
             of_ranks = gathered[:, start : start + size].contiguous()
             unpacked.append(of_ranks.view(part.dtype).view(self._num_ranks * rows, part.shape[1]))
             start += size
-        all_slots, all_weights, all_hidden = unpacked
+        all_slots, all_weights, all_hidden, *scale = unpacked
         local = all_slots - self._first_slot
         local = torch.where((local >= 0) & (local < self._slots_per_rank), local, -1)
-        return Dispatched(FlatTokens(all_hidden, local, all_weights), _Gathered(count, rows))
+        return Dispatched(FlatTokens(all_hidden, local, all_weights, *scale), _Gathered(count, rows))
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
         handle: _Gathered = dispatched.handle
@@ -192,7 +201,9 @@ class ExchangeBuffer(Protocol):
 
     def low_latency_combine(self, y: Tensor, weights: Tensor, handle: Any) -> Tensor: ...
 
-    def normal_dispatch(self, x: Tensor, slot_ids: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Any]: ...
+    def normal_dispatch(
+        self, x: Tensor, scale: Tensor | None, slot_ids: Tensor, weights: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any]: ...
 
     def normal_combine(self, y: Tensor, handle: Any) -> Tensor: ...
 
@@ -203,8 +214,8 @@ class DeepEPDispatcher:
 
     def __init__(self, buffer: ExchangeBuffer, num_ranks: int, low_latency_rows: int) -> None:
         """low_latency_rows: up to so many tokens a rank go the first way; 0: none do."""
-        self.fp8 = False
-        """Whether low-latency rows travel as FP8: for experts that all take them."""
+        self.quantize: Quantize | None = None
+        """Where there is one, rows travel as FP8: normal ones made so by it, low-latency ones by the buffer itself."""
         self.capacity = buffer.capacity
         self.low_latency_rows = low_latency_rows
         self._buffer = buffer
@@ -219,10 +230,12 @@ class DeepEPDispatcher:
         if hidden.shape[0] > rows:
             raise ValueError(f"{hidden.shape[0]} tokens do not fit in the {rows} rows that the ranks agreed on")
         if rows <= self.low_latency_rows:
-            x, scale, counts, handle = self._buffer.low_latency_dispatch(hidden, slot_ids, fp8=self.fp8)
+            x, scale, counts, handle = self._buffer.low_latency_dispatch(hidden, slot_ids, fp8=self.quantize is not None)
             return Dispatched(MaskedTokens(x, counts, scale), (weights, handle))
-        x, local, local_weights, handle = self._buffer.normal_dispatch(hidden, slot_ids, weights, rows * self._num_ranks)
-        return Dispatched(FlatTokens(x, local, local_weights), (weights, handle))
+        x, scale = (hidden, None) if self.quantize is None else self.quantize(hidden)
+        rows *= self._num_ranks
+        x, scale, local, local_weights, handle = self._buffer.normal_dispatch(x, scale, slot_ids, weights, rows)
+        return Dispatched(FlatTokens(x, local, local_weights, scale), (weights, handle))
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
         weights, handle = dispatched.handle
@@ -239,6 +252,7 @@ class Rehearsal:
         self._num_ranks = num_ranks
         self._slots = slots_per_rank
         self._deep_ep = dispatcher if isinstance(dispatcher, DeepEPDispatcher) else None
+        self._quantize: Quantize | None = getattr(dispatcher, "quantize", None)
 
     def dispatch(
         self, hidden: Tensor, slot_ids: Tensor, weights: Tensor, num_tokens: Tensor | None, rows_per_rank: int | None
@@ -247,9 +261,11 @@ class Rehearsal:
         (count, width), rows = hidden.shape, rows_per_rank or hidden.shape[0]
         if self._deep_ep is None or rows > self._deep_ep.low_latency_rows:
             nowhere = slot_ids.new_full((rows * self._num_ranks, slot_ids.shape[1]), -1)
-            x = hidden.new_zeros(len(nowhere), width)
-            return Dispatched(FlatTokens(x, nowhere, weights.new_zeros(nowhere.shape)), count)
-        room, scale, fp8 = self._num_ranks * self._deep_ep.capacity, None, self._deep_ep.fp8
+            x, scale = hidden.new_zeros(len(nowhere), width), None
+            if self._quantize is not None:
+                x, scale = self._quantize(x)
+            return Dispatched(FlatTokens(x, nowhere, weights.new_zeros(nowhere.shape), scale), count)
+        room, scale, fp8 = self._num_ranks * self._deep_ep.capacity, None, self._quantize is not None
         x = hidden.new_zeros(self._slots, room, width, dtype=torch.float8_e4m3fn if fp8 else hidden.dtype)
         if fp8:
             scale = weights.new_zeros(self._slots, -(-width // 128), room).transpose(1, 2)

@@ -99,15 +99,15 @@ class Experts(nn.Module):
     def forward(self, tokens: FlatTokens | MaskedTokens) -> Tensor:
         """The experts' output in the tokens' layout: flat ones weighted and summed, masked ones neither."""
         weights = ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
+        scale = () if tokens.scale is None else (tokens.scale,)
         if isinstance(tokens, MaskedTokens):
             if self.load is not None:
                 self.load[1:].add_(tokens.counts)
-            scale = () if tokens.scale is None else (tokens.scale,)
             return self.kernels.experts_masked(tokens.hidden, tokens.counts, weights, *scale)
         if self.load is not None:
             slots = (tokens.slot_ids + 1).flatten().long()
             self.load.scatter_add_(0, slots, torch.ones_like(slots))
-        return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights)
+        return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights, *scale)
 
     def _names(self) -> list[str]:
         experts = range(len(self.placement.slot_of_expert))
