@@ -88,16 +88,19 @@ class DeepEPBuffer:
         own: Tensor = out[:, : self._hidden_size].contiguous() if self._width != self._hidden_size else out
         return own
 
-    def normal_dispatch(self, x: Tensor, slot_ids: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """x bf16 [T, H], slots int32 [T, k], weights fp32 [T, k]; `rows`: at least all ranks' tokens together.
+    def normal_dispatch(
+        self, x: Tensor, scale: Tensor | None, slot_ids: Tensor, weights: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any]:
+        """x bf16 [T, H], or FP8 with its scales fp32 [T, H / 128]; slots int32 [T, k], weights fp32 [T, k]; `rows`: at least all
+        ranks' tokens together.
 
-        (x [rows, H] of the tokens that have a slot here, their local slots int32 [rows, k] with -1 elsewhere and in the rows
-        that nobody got, weights [rows, k], a handle for the combine). Waits for nothing on the host.
+        (x [rows, H] of the tokens that have a slot here, its scales, their local slots int32 [rows, k] with -1 elsewhere and in
+        the rows that nobody got, weights [rows, k], a handle for the combine). Waits for nothing on the host.
         """
         ids = slot_ids.to(torch.int64)
         per_rank, _, per_slot, in_rank, _ = self._buffer.get_dispatch_layout(ids, self._num_slots)
         received, local_ids, local_weights, _, handle, _ = self._buffer.dispatch(
-            x,
+            x if scale is None else (x, scale),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_slot,
@@ -105,7 +108,8 @@ class DeepEPBuffer:
             topk_weights=weights,
             num_worst_tokens=rows,
         )
-        return received, local_ids.to(torch.int32), local_weights, handle
+        values, scales = (received, None) if scale is None else received
+        return values, scales, local_ids.to(torch.int32), local_weights, handle
 
     def normal_combine(self, y: Tensor, handle: Any) -> Tensor:
         """y bf16 [rows, H], weighted and summed over this rank's slots: each token's sum over the ranks, [T, H]."""

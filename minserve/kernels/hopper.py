@@ -11,6 +11,7 @@ from minserve.kernels.deep_gemm_products import DeepGemmProducts
 from minserve.kernels.flashinfer_attention import FlashInferAttention
 from minserve.kernels.interface import Kernels
 from minserve.kernels.triton_attention import TritonAttention
+from minserve.kernels.triton_exchange import quantize_rows
 
 
 def hopper(device: torch.device, name: str = "hopper") -> Kernels:
@@ -22,6 +23,7 @@ def hopper(device: torch.device, name: str = "hopper") -> Kernels:
         linear=products.linear,
         experts_flat=products.experts_flat,
         experts_masked=products.experts_masked,
+        quantize_rows=quantize_rows,
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
         mla_attention=attention.mla,

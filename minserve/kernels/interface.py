@@ -148,8 +148,9 @@ class Kernels:
     route: Callable[[Tensor, Tensor, Tensor | None, RouterConfig, Tensor | None], tuple[Tensor, Tensor]]
     """(x [T, H], weight fp32 [E, H], correction_bias fp32 [E] or None, config, num_tokens int32 [1] or None) -> (topk_ids int32
     [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... Rows from num_tokens on: -1 and 0."""
-    experts_flat: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
-    """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed."""
+    experts_flat: Callable[..., Tensor]
+    """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed.
+    Where there is `quantize_rows`, a fifth argument may be its scales, with x its values."""
     experts_masked: Callable[..., Tensor]
     """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted. Where
     DeepEP belongs to the stack, a fourth argument may be FP8 rows' scales fp32 [E, M, H / 128], rows fastest."""
@@ -169,6 +170,8 @@ class Kernels:
     """(q [T, Hq, D], cache, metadata, shape, plan) -> [T, Hq, D]; causal within the row."""
     mla_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
+    quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """x [T, H] -> FP8 [T, H], scales fp32 [T, ceil(H / 128)]: for rows that travel to FP8 experts of other ranks."""
     keeps_fp8: bool = False
     """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
     keeps_int4: bool = False
