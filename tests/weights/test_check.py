@@ -153,6 +153,12 @@ def test_every_gap_of_a_load_is_a_gap_here(damage: str, sharded: Path) -> None:
         check(sharded, None, None)
 
 
+def test_no_memory_is_taken_for_a_context_of_any_length(sharded: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 30}))
+    assert prove(sharded)[2] == "DeepseekV3ForCausalLM"
+
+
 WRONG = [None, -1, 0, 1, 2, 3, 1e-300, 1e300, 10**20, float("nan"), True, "", "x", "yarn", [], [0], {}, {"a": []}]
 
 

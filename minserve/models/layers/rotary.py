@@ -21,7 +21,9 @@ class Rotary(nn.Module):
     def __init__(self, config: RopeConfig, max_positions: int, build: BuildContext) -> None:
         super().__init__()
         self.interleaved = config.interleaved
-        angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(config)
+        host = build.device if build.device.type == "meta" else torch.device("cpu")
+        positions = torch.arange(max_positions, dtype=torch.float32, device=host)
+        angles = positions.unsqueeze(1) * inverse_frequencies(config).to(host)
         scale = config.yarn.attention_factor if config.yarn else 1.0
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin", table.to(build.device), persistent=False)
