@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.kernel_samples import DEVICE, same_bits
+from gpu.kernel_samples import DEVICE, choices, distance, expert_truth, normal, same_bits
 from release_checkpoints import RELEASES, write_release
 from weights.toy_model import ToyModel, toy_tensors, write_checkpoint
 
 from minserve.errors import CheckpointError
 from minserve.kernels import reference
-from minserve.kernels.interface import Kernels
+from minserve.kernels.interface import ExpertWeights, Kernels
 from minserve.models.checkpoint import open_checkpoint
 from minserve.models.decoder import Decoder
 from minserve.models.model_config import load_model_config
@@ -49,6 +49,23 @@ def test_every_release_arrives_whole(name: str, piece: int, tmp_path: Path, monk
                 actual = loaded(directory, kernels, dtype, DEVICE, threads).state_dict()
                 different = [key for key, value in expected.items() if not same_bits(value, actual[key].cpu())]
                 assert not different
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "Kimi-K2.5-NVFP4"])
+def test_four_bit_experts_compute_what_their_values_say(name: str, kernels: Kernels, tmp_path: Path) -> None:
+    """Held as INT4 where the kernels read it, else widened: the same as the experts of the plain checkpoint."""
+    directories, stored = write_release(name, tmp_path, **WIDE), []
+    for directory in directories:
+        model = loaded(directory, kernels, torch.bfloat16, DEVICE)
+        model.finish_load()
+        experts = model.layers[1].mlp.experts
+        stored.append(ExpertWeights(experts.w13, experts.w2, experts.w13_scale, experts.w2_scale))
+    assert (stored[0].format == "int4_group") == (kernels.keeps_int4 and name == "Kimi-K2-Thinking")
+    for tokens in (1, 2, 3, 8, 40, 300):
+        x, (ids, weights) = normal(tokens, WIDE["hidden_size"]), choices(tokens, 4, 16)
+        truth = expert_truth(x, ids, weights, stored[0])
+        results = [kernels.experts_flat(x, ids, weights, experts) for experts in stored]
+        assert all(distance(result, truth) < 0.01 for result in results)
 
 
 def test_memory_that_a_running_kernel_still_uses_is_not_written_early(tmp_path: Path) -> None:
