@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from minserve import __version__
 from minserve import config as configuration
 from minserve.messages import Call, encode_body
 from minserve.server import metrics, openai
-from minserve.server.api_errors import bad_request, unavailable
+from minserve.server.api_errors import ApiError, bad_request, unavailable
 from minserve.server.exchange import BodyReader, Exchange
 from minserve.server.fields import Fields, decode_object
 from minserve.server.front import Front
@@ -22,6 +24,9 @@ from minserve.server.prompts import render
 
 TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
 """/tokenize takes texts of so many bytes, or of so many for each token of the context if that is more."""
+
+_SCRAPE_WAITS = 1.0
+"""Seconds that /metrics gives engines for what only they know."""
 
 
 class AdminEndpoints:
