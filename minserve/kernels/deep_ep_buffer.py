@@ -111,6 +111,10 @@ class DeepEPBuffer:
         values, scales = (received, None) if scale is None else received
         return values, scales, local_ids.to(torch.int32), local_weights, handle
 
+    def destroy(self) -> None:
+        """Free the memory, on all ranks together; a process has at most one buffer at a time."""
+        self._buffer.destroy()
+
     def normal_combine(self, y: Tensor, handle: Any) -> Tensor:
         """y bf16 [rows, H], weighted and summed over this rank's slots: each token's sum over the ranks, [T, H]."""
         out: Tensor = self._buffer.combine(y, handle)[0]

@@ -31,6 +31,7 @@ from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
 from minserve.runtime import expert_exchange, parallel, self_check
+from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.parallel import Group
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -98,7 +99,8 @@ def layers(group: Group, folder: Path) -> None:
                     again = exchange(kernels, dispatcher, group, weights, (x, ids, shares), rows)
                     assert same_bits(out, again), (name, kind, hidden, case)
                 say(f"rank {group.seat.rank}: {name} {kind} {hidden}: error {error:.4f}")
-        del buffer
+        torch.cuda.synchronize()
+        buffer.destroy()
 
 
 def dispatchers(group: Group, buffer: DeepEPBuffer, experts: int, kind: str) -> dict[str, Dispatcher]:
@@ -144,17 +146,20 @@ def exchange(
 def replays(group: Group, folder: Path) -> None:
     """Rank 0 replays its smallest graph while the others replay their largest, many times: always the same, and what one rank
     says that has all experts."""
+    few, many = 1, 64 if group.seat.num_ranks == 2 else 16
+    way = connect(group, many)
     for kind, directory in (("bf16", EMBEDDED_DIRECTORY), ("fp8", folder / "fp8")):
         for policy in ("serial", "overlap"):
-            check_replays(group, directory, kind, policy)
+            way.dispatcher.quantize = None
+            check_replays(group, way, directory, kind, policy, few, many)
 
 
-def check_replays(group: Group, directory: Path, kind: str, policy: str) -> None:
+def check_replays(group: Group, way: Exchange, directory: Path, kind: str, policy: str, few: int, many: int) -> None:
     rank = group.seat.rank
-    few, many = 1, 64 if group.seat.num_ranks == 2 else 16
     rows = few if rank == 0 else many
     alone = load(directory, policy, None, many)
-    runner = load(directory, policy, group, many)
+    runner = load(directory, policy, way, many)
+    assert (way.dispatcher.quantize is None) == (kind == "bf16")
     step = decode_step(rows)
     capture(alone, (few, many))
     graphs = capture(runner, (few, many))
@@ -200,18 +205,21 @@ def check_replays(group: Group, directory: Path, kind: str, policy: str) -> None
         one.graphs.destroy()
 
 
-def load(directory: Path, policy: Any, group: Group | None, max_num_seqs: int) -> ModelRunner:
+def connect(group: Group, max_num_seqs: int) -> Exchange:
+    """DeepEP's buffers for the embedded model; a process makes them once."""
+    config = load_model_config(EMBEDDED_DIRECTORY)
+    assert config.moe is not None
+    placement = ExpertPlacement.spread(config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
+    settings = Config(ep_size=group.seat.num_ranks, max_num_seqs=max_num_seqs)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return expert_exchange.connect(settings, config, placement, "hopper-ep", device, group)
+
+
+def load(directory: Path, policy: Any, way: Exchange | None, max_num_seqs: int) -> ModelRunner:
     checkpoint, config = open_checkpoint(directory), load_model_config(directory)
     device = torch.device("cuda", torch.cuda.current_device())
     kernels = stacks.build("hopper-ep", device)
-    options: dict[str, Any] = {}
-    way = None
-    if group is not None:
-        assert config.moe is not None
-        placement = ExpertPlacement.spread(config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
-        settings = Config(ep_size=group.seat.num_ranks, max_num_seqs=max_num_seqs)
-        way = expert_exchange.connect(settings, config, placement, "hopper-ep", device, group)
-        options = {"dispatcher": way.dispatcher, "placement": placement}
+    options = {} if way is None else {"dispatcher": way.dispatcher, "placement": way.placement}
     lanes = CudaLanes(device) if policy == "overlap" else None
     model = build_model(config, checkpoint.formats, kernels, torch.bfloat16, device, shared_expert=policy, lanes=lanes, **options)
     load_weights(model, checkpoint)
