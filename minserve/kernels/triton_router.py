@@ -72,6 +72,73 @@ def _choose(
 
 
 @triton.jit
+def _settle(
+    first,
+    bias,
+    num_tokens,
+    partial,
+    ids,
+    weights,
+    scale,
+    tokens,
+    splits,
+    groups: tl.constexpr,
+    group_size: tl.constexpr,
+    top_k: tl.constexpr,
+    top_k_groups: tl.constexpr,
+    group_score: tl.constexpr,
+    softmax: tl.constexpr,
+    biased: tl.constexpr,
+    normalize: tl.constexpr,
+    always_on: tl.constexpr,
+    padded: tl.constexpr,
+    block_t: tl.constexpr,
+    block_splits: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_size: tl.constexpr,
+    block_slots: tl.constexpr,
+):
+    """Ids and weights of `block_t` tokens, of the parts of their logits that programs left in `partial`."""
+    experts: tl.constexpr = groups * group_size
+    real = tokens
+    if padded:
+        real = tl.load(num_tokens)
+    lane = tl.arange(0, block_groups * block_size)
+    expert = lane // block_size * group_size + lane % block_size
+    inside = (lane // block_size < groups) & (lane % block_size < group_size)
+    slot = tl.arange(0, block_slots)[None, :]
+    part = tl.arange(0, block_splits)[:, None, None]
+    token = first + tl.arange(0, block_t)
+    logit = partial + (part * tokens + token[None, :, None]).to(tl.int64) * experts + expert[None, None, :]
+    held = (part < splits) & (token < tokens)[None, :, None] & inside[None, None, :]
+    values = tl.sum(tl.load(logit, mask=held, other=0.0, cache_modifier=".cg"), axis=0)
+    chosen, scores = _choose(
+        tl.where(inside[None, :], values, float("-inf")),
+        bias,
+        inside,
+        expert,
+        top_k,
+        top_k_groups,
+        group_score,
+        softmax,
+        biased,
+        normalize,
+        block_t,
+        block_groups,
+        block_size,
+        block_slots,
+    )
+    chosen = chosen // block_size * group_size + chosen % block_size
+    chosen = tl.where(slot < top_k, chosen, experts + slot - top_k)
+    scores = tl.where(slot < top_k, scores * scale, 1.0)
+    padding = (token >= real)[:, None]
+    target = token[:, None] * (top_k + always_on) + slot
+    written = (token < tokens)[:, None] & (slot < top_k + always_on)
+    tl.store(ids + target, tl.where(padding, -1, chosen), mask=written)
+    tl.store(weights + target, tl.where(padding, 0.0, scores), mask=written)
+
+
+@triton.jit
 def _route_kernel(
     x,
     weight,
@@ -97,6 +164,7 @@ def _route_kernel(
     normalize: tl.constexpr,
     always_on: tl.constexpr,
     padded: tl.constexpr,
+    choose: tl.constexpr,
     dependent: tl.constexpr,
     block_m: tl.constexpr,
     block_e: tl.constexpr,
@@ -138,45 +206,94 @@ def _route_kernel(
             logits = tl.dot(a.to(tl.float32), tl.trans(w), logits, input_precision="ieee")
     place = (tl.program_id(2) * tokens + row[:, None]).to(tl.int64) * experts + column[None, :]
     tl.store(partial + place, logits, mask=(row < tokens)[:, None] & (column < experts)[None, :])
-    if is_last(arrivals, tl.program_id(0), tl.num_programs(1) * splits):
-        real = tokens
-        if padded:
-            real = tl.load(num_tokens)
-        lane = tl.arange(0, block_groups * block_size)
-        expert = lane // block_size * group_size + lane % block_size
-        inside = (lane // block_size < groups) & (lane % block_size < group_size)
-        slot = tl.arange(0, block_slots)[None, :]
-        part = tl.arange(0, block_splits)[:, None, None]
-        begin = tl.program_id(0) * block_m
-        for first in range(begin, tl.minimum(begin + block_m, tokens), block_t):
-            token = first + tl.arange(0, block_t)
-            logit = partial + (part * tokens + token[None, :, None]).to(tl.int64) * experts + expert[None, None, :]
-            held = (part < splits) & (token < tokens)[None, :, None] & inside[None, None, :]
-            values = tl.sum(tl.load(logit, mask=held, other=0.0, cache_modifier=".cg"), axis=0)
-            chosen, scores = _choose(
-                tl.where(inside[None, :], values, float("-inf")),
-                bias,
-                inside,
-                expert,
-                top_k,
-                top_k_groups,
-                group_score,
-                softmax,
-                biased,
-                normalize,
-                block_t,
-                block_groups,
-                block_size,
-                block_slots,
-            )
-            chosen = chosen // block_size * group_size + chosen % block_size
-            chosen = tl.where(slot < top_k, chosen, experts + slot - top_k)
-            scores = tl.where(slot < top_k, scores * scale, 1.0)
-            padding = (token >= real)[:, None]
-            target = token[:, None] * (top_k + always_on) + slot
-            written = (token < tokens)[:, None] & (slot < top_k + always_on)
-            tl.store(ids + target, tl.where(padding, -1, chosen), mask=written)
-            tl.store(weights + target, tl.where(padding, 0.0, scores), mask=written)
+    if choose:  # noqa: SIM102 - Triton evaluates both sides of an `and`
+        if is_last(arrivals, tl.program_id(0), tl.num_programs(1) * splits):
+            begin = tl.program_id(0) * block_m
+            for first in range(begin, tl.minimum(begin + block_m, tokens), block_t):
+                _settle(
+                    first,
+                    bias,
+                    num_tokens,
+                    partial,
+                    ids,
+                    weights,
+                    scale,
+                    tokens,
+                    splits,
+                    groups,
+                    group_size,
+                    top_k,
+                    top_k_groups,
+                    group_score,
+                    softmax,
+                    biased,
+                    normalize,
+                    always_on,
+                    padded,
+                    block_t,
+                    block_splits,
+                    block_groups,
+                    block_size,
+                    block_slots,
+                )
+
+
+@triton.jit
+def _settle_kernel(
+    bias,
+    num_tokens,
+    partial,
+    ids,
+    weights,
+    scale,
+    tokens,
+    splits,
+    groups: tl.constexpr,
+    group_size: tl.constexpr,
+    top_k: tl.constexpr,
+    top_k_groups: tl.constexpr,
+    group_score: tl.constexpr,
+    softmax: tl.constexpr,
+    biased: tl.constexpr,
+    normalize: tl.constexpr,
+    always_on: tl.constexpr,
+    padded: tl.constexpr,
+    dependent: tl.constexpr,
+    block_t: tl.constexpr,
+    block_splits: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_size: tl.constexpr,
+    block_slots: tl.constexpr,
+):
+    """The choice alone, where there are so many tokens that they are spread better than over the product's programs."""
+    lead(dependent)
+    follow(dependent)
+    _settle(
+        tl.program_id(0) * block_t,
+        bias,
+        num_tokens,
+        partial,
+        ids,
+        weights,
+        scale,
+        tokens,
+        splits,
+        groups,
+        group_size,
+        top_k,
+        top_k_groups,
+        group_score,
+        softmax,
+        biased,
+        normalize,
+        always_on,
+        padded,
+        block_t,
+        block_splits,
+        block_groups,
+        block_size,
+        block_slots,
+    )
 
 
 _MOST_BLOCKS = 4096
@@ -220,11 +337,33 @@ class TritonRouter:
         block_t = max(1, _CHOICE // (block_groups * block_size * block_splits))
         block_t = min(block_m, block_t, 4 if self._fixed else triton.next_power_of_2(tokens))
         partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
+        choose = block_m == 16
+        if not choose:
+            block_t = min(4, block_t)
+        choice = {
+            "groups": groups,
+            "group_size": group_size,
+            "top_k": config.top_k,
+            "top_k_groups": config.top_k_groups,
+            "group_score": {"none": 0, "max": 1, "top2_sum": 2}[config.group_score],
+            "softmax": config.scoring == "softmax",
+            "biased": correction_bias is not None,
+            "normalize": config.normalize,
+            "always_on": config.always_on,
+            "padded": num_tokens is not None,
+            "block_t": block_t,
+            "block_splits": block_splits,
+            "block_groups": block_groups,
+            "block_size": block_size,
+            "block_slots": triton.next_power_of_2(columns),
+            **dependent_launch(x.device),
+        }
+        bias, real = weight if correction_bias is None else correction_bias, ids if num_tokens is None else num_tokens
         _route_kernel[(blocks, across, splits)](
             x,
             weight,
-            weight if correction_bias is None else correction_bias,
-            ids if num_tokens is None else num_tokens,
+            bias,
+            real,
             partial,
             self._arrivals,
             ids,
@@ -235,25 +374,15 @@ class TritonRouter:
             each,
             x.stride(0),
             splits,
-            groups=groups,
-            group_size=group_size,
-            top_k=config.top_k,
-            top_k_groups=config.top_k_groups,
-            group_score={"none": 0, "max": 1, "top2_sum": 2}[config.group_score],
-            softmax=config.scoring == "softmax",
-            biased=correction_bias is not None,
-            normalize=config.normalize,
-            always_on=config.always_on,
-            padded=num_tokens is not None,
+            choose=choose,
             block_m=block_m,
             block_e=block_e,
             block_k=block_k,
-            block_t=block_t,
-            block_splits=block_splits,
-            block_groups=block_groups,
-            block_size=block_size,
-            block_slots=triton.next_power_of_2(columns),
-            num_warps=min(4, block_t) if block_m == 16 else 4,
-            **dependent_launch(x.device),
+            num_warps=min(4, block_t) if choose else 4,
+            **choice,
         )
+        if not choose:
+            _settle_kernel[(triton.cdiv(tokens, block_t),)](
+                bias, real, partial, ids, weights, config.scale, tokens, splits, num_warps=block_t, **choice
+            )
         return ids, weights
