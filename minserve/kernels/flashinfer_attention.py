@@ -22,6 +22,9 @@ from minserve.kernels.triton_cache import list_pages
 WORKSPACE_BYTES = 128 << 20
 """Partial results of split caches; one for all wrappers, which never run at the same time."""
 
+SINGLES_SPLITS = 4
+"""Most parts of a decode row's cache in a mixed step, where most of the launch's rows are empty."""
+
 _DTYPE = torch.bfloat16
 
 
@@ -156,7 +159,9 @@ class FlashInferAttention:
             return None
         singles = dataclasses.replace(metadata, query_lens_host=(1,) * metadata.seq_lens.shape[0])
         mask = torch.zeros_like(metadata.seq_lens, dtype=torch.bool)
-        return _Singles(self.triton.plan(singles, shape), torch.zeros_like(metadata.seq_lens), mask)
+        plan = self.triton.plan(singles, shape)
+        plan = dataclasses.replace(plan, num_splits=min(plan.num_splits, SINGLES_SPLITS))
+        return _Singles(plan, torch.zeros_like(metadata.seq_lens), mask)
 
     def _plan(self, wrapper: _Wrapper, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         # The previous plan's copy reads the pinned buffer that this one writes; it is long done unless the GPU lags.
