@@ -1,7 +1,7 @@
 """Triton attention over the paged cache, grouped-query and absorbed MLA: split over the cache for decode, tiled for prefill.
 
 Lengths and pages are read on the device, so nothing is planned on the host and a captured launch stays right for any
-lengths. How a step is cut depends on its shape alone, never on its lengths: a replay equals eager bit for bit.
+lengths. How a row is cut depends on the step's shape and its own length: a replay equals eager bit for bit.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -20,6 +20,13 @@ from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
 
 
 @triton.jit
+def _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n):
+    """Tokens of each part of a row: `wanted` parts that are neither too short nor too long, and no more than there can be."""
+    each = tl.minimum(tl.maximum(tl.cdiv(seq_len, wanted), least_part), long_part)
+    return tl.cdiv(tl.maximum(each, tl.cdiv(seq_len, num_splits)), block_n) * block_n
+
+
+@triton.jit
 def _attention_kernel(
     q,
     q_tail,
@@ -34,6 +41,7 @@ def _attention_kernel(
     num_rows,
     blocks_per_row,
     num_splits,
+    wanted,
     num_heads,
     group,
     q_token_stride,
@@ -59,6 +67,7 @@ def _attention_kernel(
     block_tail: tl.constexpr,
     lines: tl.constexpr,
     least_part: tl.constexpr,
+    long_part: tl.constexpr,
 ):
     """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
 
@@ -102,7 +111,7 @@ def _attention_kernel(
     stop = tl.minimum(seq_len, seq_len - length + (tl.minimum(first + block_m, length * group) - 1) // group + 1)
     start = 0
     if split:
-        each = tl.maximum(tl.cdiv(tl.cdiv(seq_len, block_n), num_splits) * block_n, least_part)
+        each = _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n)
         start = part * each
         stop = tl.minimum(stop, start + each)
     table = page_table + row.to(tl.int64) * table_stride
@@ -165,7 +174,13 @@ def _attention_kernel(
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     flat = token * num_heads + head
+    result = acc.to(out.dtype.element_ty)
+    target = out + flat[:, None] * head_dim + dims[None, :]
     if split:
+        # A row of one part is done here.
+        whole = each >= seq_len
+        tl.store(target, result, mask=(real & whole & (part == 0))[:, None] & in_dims[None, :])
+        real = real & (each < seq_len)
         lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)
@@ -174,8 +189,7 @@ def _attention_kernel(
             partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & (start < stop))[:, None] & in_dims[None, :]
         )
     else:
-        result = acc.to(out.dtype.element_ty)
-        tl.store(out + flat[:, None] * head_dim + dims[None, :], result, mask=real[:, None] & in_dims[None, :])
+        tl.store(target, result, mask=real[:, None] & in_dims[None, :])
 
 
 @triton.jit
@@ -183,16 +197,25 @@ def _merge_kernel(
     partial,
     partial_lse,
     out,
+    seq_lens,
     num_splits,
+    wanted,
+    num_heads,
     head_dim: tl.constexpr,
     dependent: tl.constexpr,
     block_splits: tl.constexpr,
     block_d: tl.constexpr,
+    block_n: tl.constexpr,
+    least_part: tl.constexpr,
+    long_part: tl.constexpr,
 ):
     """Parts of one (token, head), weighted by their share of the softmax's sum, added in order."""
+    flat = tl.program_id(0).to(tl.int64)
+    seq_len = tl.load(seq_lens + flat // num_heads)
     lead(dependent)
     follow(dependent)
-    flat = tl.program_id(0).to(tl.int64)
+    if _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n) >= seq_len:
+        return
     dims = tl.program_id(1) * block_d + tl.arange(0, block_d)
     parts = tl.arange(0, block_splits)
     lse = tl.load(partial_lse + flat * num_splits + parts, mask=parts < num_splits, other=float("-inf"))
@@ -211,8 +234,10 @@ class TritonPlan:
 
     decode: bool
     """Every row has one query token."""
-    num_splits: int
-    """Parts of each row's cache, computed side by side and then merged; 1 outside decode."""
+    num_splits: int = 1
+    """Most parts of a row's cache, computed side by side and then merged; 1 outside decode."""
+    wanted: int = 1
+    """Parts of each row that keep the GPU busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,7 +262,7 @@ MAX_SPLITS = 64
 _LEAST_PART = 256
 """Fewest tokens of a part, but for the last: shorter rows leave parts empty instead of cutting finer."""
 _LONG_PART = 4096
-"""A full page table is cut into parts of at most so many tokens, lest one long row hold up a batch of short ones."""
+"""Most tokens of a part, lest one long row hold up a batch of short ones."""
 
 
 class TritonAttention:
@@ -254,13 +279,13 @@ class TritonAttention:
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> TritonPlan:
         """Cuts the step by its shape; safe to call again, or to keep, for any lengths of the same shape."""
         if self.fixed or not metadata.decode_only:
-            return TritonPlan(False, 1)
+            return TritonPlan(False)
         tiles = _tiles(shape, True)
         rows, max_pages = metadata.page_table.shape
         programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
         room = max_pages * metadata.page_size
-        wanted = max(2 * self.num_processors // max(programs, 1), triton.cdiv(room, _LONG_PART))
-        return TritonPlan(True, max(1, min(wanted, triton.cdiv(room, tiles.block_n), MAX_SPLITS)))
+        wanted = max(1, min(2 * self.num_processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
+        return TritonPlan(True, min(max(wanted, triton.cdiv(room, _LONG_PART)), MAX_SPLITS), min(wanted, MAX_SPLITS))
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
@@ -302,8 +327,9 @@ class TritonAttention:
         tail = q if q_tail is None else q_tail
         block_d = max(16, triton.next_power_of_2(head_dim))
         # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
-        few = blocks * shape.num_kv_heads * splits <= 2 * self.num_processors
+        few = blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
         dependent = dependent_launch(q.device)
+        parts = {"least_part": tiles.block_n if few else _LEAST_PART, "long_part": _LONG_PART}
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
             tail,
@@ -318,6 +344,7 @@ class TritonAttention:
             rows,
             blocks_per_row,
             splits,
+            plan.wanted,
             heads,
             group,
             q.stride(0),
@@ -339,7 +366,7 @@ class TritonAttention:
             lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
             # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
-            least_part=tiles.block_n if few else _LEAST_PART,
+            **parts,
             early=few and dependent["dependent"],
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
@@ -351,10 +378,15 @@ class TritonAttention:
                 partial,
                 lse,
                 out,
+                metadata.seq_lens,
                 splits,
+                plan.wanted,
+                heads,
                 head_dim=head_dim,
                 block_splits=triton.next_power_of_2(splits),
                 block_d=merge_d,
+                block_n=tiles.block_n,
+                **parts,
                 num_warps=4,
                 **dependent,
             )
