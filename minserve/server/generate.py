@@ -6,11 +6,12 @@ Clients of streams that stop reading are cut off, so that they hold neither memo
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from aiohttp import web
@@ -28,55 +29,6 @@ from minserve.server.responses import ResponseWriter
 
 MAX_BLOCKED_SECONDS = 60.0
 """A client that takes no byte for so long, with its socket's buffers full, is cut off."""
-
-
-class Watch:
-    """One stream: since when its writer waits for the client."""
-
-    __slots__ = ("_generation", "_request", "blocked_since")
-
-    def __init__(self, request: web.BaseRequest, generation: Generation) -> None:
-        self._request = request
-        self._generation = generation
-        self.blocked_since: float | None = None
-
-    def begin(self) -> None:
-        self.blocked_since = time.monotonic()
-
-    def end(self) -> None:
-        self.blocked_since = None
-
-    def cut(self) -> None:
-        """Resets the connection, so that the kernel drops what is unsent too; the task that writes is cancelled by that."""
-        self._generation.abort("slow_reader")
-        transport = self._request.transport
-        if transport is not None:
-            connection = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            transport.abort()
-
-
-class SlowReaders:
-    """All streams under way. `sweep` is called every few seconds; an overflowing mailbox cuts at once."""
-
-    def __init__(self) -> None:
-        self._watches: set[Watch] = set()
-
-    @contextlib.contextmanager
-    def watch(self, request: web.BaseRequest, generation: Generation) -> Iterator[Watch]:
-        watch = Watch(request, generation)
-        generation.mailbox.on_overflow = watch.cut
-        self._watches.add(watch)
-        try:
-            yield watch
-        finally:
-            generation.mailbox.on_overflow = None
-            self._watches.discard(watch)
-
-    def sweep(self) -> None:
-        limit = time.monotonic() - MAX_BLOCKED_SECONDS
-        for watch in [watch for watch in self._watches if watch.blocked_since is not None and watch.blocked_since < limit]:
-            watch.cut()
 
 
 GRAMMAR_WEIGHT = 16
@@ -120,22 +72,14 @@ class GenerateEndpoints:
         self._bodies = bodies
         self._slow_readers = slow_readers
 
-    async def chat_completions(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, _chat)
-
-    async def completions(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, _completion)
-
-    async def responses(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, _response)
-
-    async def messages(self, exchange: Exchange) -> web.StreamResponse:
-        return await self._answer(exchange, _message)
+    def answering(self, prepare: Prepare) -> Callable[[Exchange], Awaitable[web.StreamResponse]]:
+        """The endpoint that answers what `prepare` makes of a body."""
+        return functools.partial(self._answer, prepare=prepare)
 
     async def count_tokens(self, exchange: Exchange) -> web.StreamResponse:
         """`{"input_tokens": n}` for a body of /v1/messages."""
         model = self._front.loaded()
-        asked = await self._prepared(exchange, _message_to_count, model)
+        asked = await self._prepared(exchange, functools.partial(_message, counts_only=True), model)
         return exchange.json({"input_tokens": len(asked.prompts[0].token_ids)})
 
     async def _answer(self, exchange: Exchange, prepare: Prepare) -> web.StreamResponse:
@@ -172,13 +116,13 @@ class GenerateEndpoints:
                     data = writer.render(await generation.advance())
                     if not response.prepared and (data or not generation.open):
                         await response.prepare(exchange.request)
-                    watch.begin()
+                    watch.blocked_since = time.monotonic()
                     if not generation.open:
                         await response.write_eof(data + writer.last())
                         return response
                     if data:
                         await response.write(data)
-                    watch.end()
+                    watch.blocked_since = None
             except ApiError as error:
                 generation.abort("error")
                 if not response.prepared:
@@ -210,8 +154,12 @@ def _message(body: bytes | bytearray, model: LoadedModel, *, counts_only: bool =
     return Asked(options, prompts, "msg_", MessageWriter)
 
 
-def _message_to_count(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    return _message(body, model, counts_only=True)
+ANSWERS: Mapping[str, Prepare] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/responses": _response,
+    "/v1/messages": _message,
+}
 
 
 @contextlib.contextmanager
@@ -225,6 +173,47 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
             error.param = names[first] + (error.param or "")[len(first) :]
             error.message = error.message.replace(first, names[first], 1) if error.message.startswith(first) else error.message
         raise
+
+
+class Watch:
+    """One stream: since when its writer waits for the client."""
+
+    def __init__(self, request: web.BaseRequest, generation: Generation) -> None:
+        self._request = request
+        self._generation = generation
+        self.blocked_since: float | None = None
+
+    def cut(self) -> None:
+        """Resets the connection, so that the kernel drops what is unsent too; the task that writes is cancelled by that."""
+        self._generation.abort("slow_reader")
+        transport = self._request.transport
+        if transport is not None:
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
+
+
+class SlowReaders:
+    """All streams under way. `sweep` is called every few seconds; an overflowing mailbox cuts at once."""
+
+    def __init__(self) -> None:
+        self._watches: set[Watch] = set()
+
+    @contextlib.contextmanager
+    def watch(self, request: web.BaseRequest, generation: Generation) -> Iterator[Watch]:
+        watch = Watch(request, generation)
+        generation.mailbox.on_overflow = watch.cut
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            generation.mailbox.on_overflow = None
+            self._watches.discard(watch)
+
+    def sweep(self) -> None:
+        limit = time.monotonic() - MAX_BLOCKED_SECONDS
+        for watch in [watch for watch in self._watches if watch.blocked_since is not None and watch.blocked_since < limit]:
+            watch.cut()
 
 
 class _EventStream(web.StreamResponse):

@@ -227,17 +227,10 @@ class ForcedCalls:
     """Beside a form: the answer may be in either."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningFirst:
-    """The answer proper comes after a reasoning."""
-
-    closing: str
-    opened_by: int | None
-    """See Grammar."""
-
-
-def build_grammar(form: OutputForm | None, calls: ForcedCalls | None, reasoning: ReasoningFirst | None) -> Grammar | None:
-    """None when anything may be said. Raises ApiError for what cannot be followed: 400, naming the field."""
+def build_grammar(
+    form: OutputForm | None, calls: ForcedCalls | None = None, starts_after: str = "", opened_by: int | None = None
+) -> Grammar | None:
+    """None when anything may be said. The last two: see Grammar. Raises ApiError 400, naming the field, for what cannot be."""
     rules = _Rules()
     ways: list[str] = []
     if form is not None and (calls is None or calls.instead):
@@ -246,12 +239,10 @@ def build_grammar(form: OutputForm | None, calls: ForcedCalls | None, reasoning:
         ways.append(rules.of_calls(calls))
     if not ways:
         return None
-    lead = "" if reasoning is None else "/\\n{1,2}/? "
+    lead = "/\\n{1,2}/? " if starts_after else ""
     text = f"{_HEADER}start: {lead}answer\nanswer: {' | '.join(ways)}\n{rules.text()}"
     _check(text, form.param if form is not None else "tools")
-    if reasoning is None:
-        return Grammar(text)
-    return Grammar(text, starts_after=reasoning.closing, opened_by=reasoning.opened_by)
+    return Grammar(text, starts_after, opened_by)
 
 
 def _check(text: str, param: str) -> None:

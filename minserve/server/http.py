@@ -16,7 +16,7 @@ from minserve.server.admin import AdminEndpoints
 from minserve.server.api_errors import ApiError
 from minserve.server.exchange import BodyReader, Exchange, open_exchange, preflight
 from minserve.server.front import Front
-from minserve.server.generate import GenerateEndpoints, SlowReaders
+from minserve.server.generate import ANSWERS, GenerateEndpoints, SlowReaders
 from minserve.server.page import Page
 
 log = logging.getLogger("minserve.server")
@@ -120,10 +120,7 @@ def _routes(generate: GenerateEndpoints, admin: AdminEndpoints) -> dict[str, tup
         "/metrics": ("GET", admin.metrics),
         "/server_info": ("GET", admin.server_info),
         "/v1/models": ("GET", admin.models),
-        "/v1/chat/completions": ("POST", generate.chat_completions),
-        "/v1/completions": ("POST", generate.completions),
-        "/v1/responses": ("POST", generate.responses),
-        "/v1/messages": ("POST", generate.messages),
+        **{path: ("POST", generate.answering(prepare)) for path, prepare in ANSWERS.items()},
         "/v1/messages/count_tokens": ("POST", generate.count_tokens),
         "/tokenize": ("POST", admin.tokenize),
         "/detokenize": ("POST", admin.detokenize),

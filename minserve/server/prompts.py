@@ -12,7 +12,7 @@ from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
 from minserve.server.generation import LoadedModel, Prompt
-from minserve.server.grammars import ForcedCalls, ReasoningFirst, build_grammar
+from minserve.server.grammars import ForcedCalls, build_grammar
 from minserve.server.options import Options, check_length
 from minserve.server.reasoning import AnswerStart
 
@@ -33,7 +33,7 @@ def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Opt
         else:
             made.append(Prompt(prompt, None))
     _check_total(made, request.options, "prompt")
-    return _with_grammar(request.options, build_grammar(request.form, None, None)), made
+    return _with_grammar(request.options, build_grammar(request.form)), made
 
 
 def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
@@ -58,7 +58,7 @@ def _with_grammar(options: Options, grammar: Grammar | None) -> Options:
 
 def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
     choice, tools, layout = request.chat.tool_choice, request.chat.tools, model.formats.call_layout
-    calls = reasoning = None
+    calls = None
     if tools and layout is not None and (choice.forced or request.form is not None):
         calls = ForcedCalls(
             layout=layout,
@@ -67,13 +67,12 @@ def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, mode
             one_call=choice.one_call,
             instead=not choice.forced,
         )
-    if answer is not None and answer.tags is not None:
-        opening = model.tokenizer.token_id(answer.tags.opening)
-        if answer.start is AnswerStart.INSIDE:
-            reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=None)
-        elif answer.start is AnswerStart.OPEN and opening is not None and model.formats.opens_reasoning:
-            reasoning = ReasoningFirst(closing=answer.tags.closing, opened_by=opening)
-    return build_grammar(request.form, calls, reasoning)
+    if answer is None or answer.tags is None or answer.start is AnswerStart.CONTENT:
+        return build_grammar(request.form, calls)
+    if answer.start is AnswerStart.INSIDE:
+        return build_grammar(request.form, calls, answer.tags.closing)
+    opening = model.tokenizer.token_id(answer.tags.opening) if model.formats.opens_reasoning else None
+    return build_grammar(request.form, calls, answer.tags.closing if opening is not None else "", opening)
 
 
 def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat | None:

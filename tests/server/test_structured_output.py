@@ -23,7 +23,7 @@ from minserve.messages import Ready
 from minserve.request import FinishReason, Request, TokenOutput
 from minserve.server.api_errors import ApiError
 from minserve.server.fields import decode_object
-from minserve.server.grammars import ForcedCalls, OutputForm, ReasoningFirst, build_grammar, parse_form
+from minserve.server.grammars import ForcedCalls, OutputForm, build_grammar, parse_form
 from minserve.server.tool_formats import TOOL_FORMATS, call_layout
 from tests.server.conftest import BOS, EOS, Edge, Vocabulary
 
@@ -77,7 +77,7 @@ def form(**fields: Any) -> OutputForm:
 
 
 def grammar_of(**fields: Any) -> str:
-    grammar = build_grammar(form(**fields), None, None)
+    grammar = build_grammar(form(**fields))
     assert grammar is not None
     assert (grammar.starts_after, grammar.opened_by) == ("", None)
     return grammar.text
@@ -259,7 +259,7 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_what_cannot_be_followed_is_refused_by_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        build_grammar(form(**fields), None, None)
+        build_grammar(form(**fields))
     assert (caught.value.status, caught.value.param) == (400, param)
     assert len(caught.value.message) < 600
 
@@ -272,17 +272,17 @@ def test_nesting_is_followed_or_refused(wrap: str, depth: int) -> None:
         text = wrap % text
     body = b'{"guided_json":%s}' % text.encode()
     if depth == 30:
-        assert build_grammar(parse_form(decode_object(body)), None, None) is not None
+        assert build_grammar(parse_form(decode_object(body))) is not None
         return
     with pytest.raises(ApiError) as caught:
-        build_grammar(parse_form(decode_object(body)), None, None)
+        build_grammar(parse_form(decode_object(body)))
     assert (caught.value.status, caught.value.param) == (400, "guided_json")
 
 
 def test_patterns_nested_or_repeated_without_end_do_no_harm() -> None:
     for regex in ("(" * 8000 + ")" * 8000, "((a{1,1000}){1,1000}){1,1000}", "(a|aa)+" * 1000, "[a-z]{0,100000}"):
         with contextlib.suppress(ApiError):
-            build_grammar(form(guided_regex=regex), None, None)
+            build_grammar(form(guided_regex=regex))
 
 
 # tool calls
@@ -335,7 +335,7 @@ def calls_grammar(name: str, special: bool, *, one_call: bool = False, form: Out
     calls = ForcedCalls(
         layout=layout, marks=MARK_IDS if special else {}, tools=tools, one_call=one_call, instead=form is not None
     )
-    grammar = build_grammar(form, calls, None)
+    grammar = build_grammar(form, calls)
     assert grammar is not None
     return grammar.text
 
@@ -430,12 +430,12 @@ def test_calls_that_cannot_be_forced(function: dict[str, Any]) -> None:
 
 
 def test_after_a_reasoning_line_breaks_may_come_first() -> None:
-    grammar = build_grammar(form(guided_choice=["yes"]), None, ReasoningFirst(closing="</think>", opened_by=7))
+    grammar = build_grammar(form(guided_choice=["yes"]), None, "</think>", 7)
     assert grammar is not None
     assert (grammar.starts_after, grammar.opened_by) == ("</think>", 7)
     assert all(accepts(grammar.text, lead + "yes") for lead in ("", "\n", "\n\n"))
     assert not accepts(grammar.text, "\n\n\nyes")
-    assert build_grammar(None, None, ReasoningFirst(closing="</think>", opened_by=None)) is None
+    assert build_grammar(None, None, "</think>") is None
 
 
 # over HTTP
