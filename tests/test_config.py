@@ -195,6 +195,12 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_match() -> None:
     assert warning == "MINSERVE_PROT is no setting of minserve; did you mean MINSERVE_PORT?"
 
 
+@pytest.mark.parametrize("words", [["--stack", "hopper"], ["--ep-size", "2"]])
+def test_deterministic_is_a_stack_of_its_own(words: list[str]) -> None:
+    assert resolve("--deterministic").deterministic
+    assert "leave --stack and --ep-size away" in refusal("--deterministic", *words)
+
+
 def test_a_bad_variable_is_refused() -> None:
     assert "MINSERVE_PORT: expected a whole number" in refusal(MINSERVE_PORT="x")
     assert "MINSERVE_API_KEY is set but empty" in refusal(MINSERVE_API_KEY="")

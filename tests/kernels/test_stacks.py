@@ -88,7 +88,8 @@ def test_a_stack_and_a_dispatcher_that_exclude_each_other(
 @pytest.mark.usefixtures("hopper")
 def test_a_named_stack_is_never_replaced() -> None:
     assert stacks.choose("hopper-ep", GPU, verdicts()).name == "hopper-ep"
-    assert stacks.choose("torch-gpu", GPU, verdicts("flashinfer", "deep_gemm")).name == "torch-gpu"
+    for name in ("torch-gpu", "deterministic"):
+        assert stacks.choose(name, GPU, verdicts("flashinfer", "deep_gemm")).name == name
     with pytest.raises(EnvironmentFault, match="--stack hopper-ep: deep_ep is not installed"):
         stacks.choose("hopper-ep", GPU, verdicts("deep_ep"))
 
