@@ -431,3 +431,20 @@ def test_the_double_is_sharp():
     loop.run()
     assert loop.tokens[1] != expected(loop.requests[1], 64)[0]
     assert next_token([1, 2]) != next_token([2, 1])
+
+
+def test_a_limit_for_one_step_cuts_prompts_and_no_decode_row():
+    loop = Loop(make_limits(chunked_prefill_size=64))
+
+    def step(most=None):
+        made = loop.scheduler.schedule(0.0, most)
+        loop.scheduler.retire(made, loop.runner.launch(made).result())
+        return made
+
+    for number in range(3):
+        loop.add(request(number, prompt(4, number), 20))
+    step()
+    loop.add(request(3, prompt(30, 9), 2))
+    for most, read in ((3, 0), (2, 0), (8, 5), (None, 25)):
+        made = step(most)
+        assert (made.num_decode_rows, made.num_tokens - 3) == (3, read), most
