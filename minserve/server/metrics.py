@@ -34,7 +34,8 @@ class Metrics:
         """`page_counts`: KV pages of each rank. `startup`: phase name to seconds."""
         self._registry = CollectorRegistry()
         self._engine_registry = CollectorRegistry()
-        self._engine_registry.register(_EngineCollector(prefix, model_name, engines, page_counts, startup))
+        self._engine_collector = _EngineCollector(prefix, model_name, engines, page_counts, startup)
+        self._engine_registry.register(self._engine_collector)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, _LABELS, registry=self._registry).labels(model_name)
@@ -69,8 +70,9 @@ class Metrics:
         """`cause`: client_gone, slow_reader, api, drain or error."""
         self._aborts[cause].inc(count)
 
-    def page(self, siblings: Sequence[bytes] = ()) -> bytes:
-        """The exposition text; `siblings` are the own parts of other workers before the same engines."""
+    def page(self, siblings: Sequence[bytes] = (), imbalance: Mapping[str, float] | None = None) -> bytes:
+        """The exposition text; `siblings` are the own parts of other workers before the same engines, `imbalance` is by layer."""
+        self._engine_collector.imbalance = imbalance or {}
         return generate_latest(self._engine_registry) + _summed_pages([self.own_part(), *siblings])
 
     def own_part(self) -> bytes:
@@ -154,6 +156,7 @@ class _EngineCollector(Collector):
         self._page_counts = page_counts
         self._num_pages = sum(page_counts)
         self._startup = startup
+        self.imbalance: Mapping[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engines.stats()
@@ -177,6 +180,8 @@ class _EngineCollector(Collector):
         yield self._labelled(CounterMetricFamily, "graph_replay", "Graph replays by batch size.", "bs", replays)
         yield self._labelled(CounterMetricFamily, "eager_decode_steps", "Decode steps without a graph.", "reason", eager)
         yield from self._of_ranks(stats)
+        text = "Tokens of the rank with the most over the mean rank's, of the layer's experts, since the start."
+        yield self._labelled(GaugeMetricFamily, "ep_imbalance_ratio", text, "layer", self.imbalance)
         yield self._labelled(GaugeMetricFamily, "startup_seconds", "Seconds of the start.", "phase", self._startup)
 
     def _of_ranks(self, stats: list[StepStats]) -> Iterator[Metric]:
@@ -210,6 +215,16 @@ class _EngineCollector(Collector):
         for key, value in values.items():
             metric.add_metric([self._model_name, *([key] if label else [])], value)
         return metric
+
+
+def imbalance(loads: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
+    """Layer to the largest rank's tokens over the mean rank's, from each rank's counts; layers without tokens are left out."""
+    ratios: dict[str, float] = {}
+    for layer in loads[0] if loads else ():
+        totals = [sum(load[layer]) for load in loads]
+        if any(totals):
+            ratios[layer] = max(totals) * len(totals) / sum(totals)
+    return ratios
 
 
 def _summed_pages(pages: Sequence[bytes]) -> bytes:

@@ -15,11 +15,13 @@ export class HeatMap {
     byId("heat").addEventListener("pointerleave", () => { byId("heat-cell").textContent = ""; });
   }
 
-  /** `loads`: of each rank, layer to the pairs of (token, expert) of each expert that it holds. */
+  /** `loads`: of each rank, layer to one count an expert of the model, the pairs of (token, expert) that the rank computed. */
   show(loads) {
     const names = [...new Set(loads.flatMap(Object.keys))].sort((one, other) => one - other);
     this.#layers = names.map((layer) => {
-      const counts = loads.flatMap((load) => load[layer] ?? []);
+      const ofRanks = loads.map((load) => load[layer] ?? []);
+      const counts = Array.from({ length: Math.max(...ofRanks.map((own) => own.length)) }, (_, expert) =>
+        ofRanks.reduce((sum, own) => sum + (own[expert] ?? 0), 0));
       return { layer, counts, mean: counts.reduce((sum, count) => sum + count, 0) / counts.length };
     });
     const known = this.#layers.some(({ mean }) => mean > 0);
