@@ -92,6 +92,10 @@ class Pair:
 
         return together(2, work)
 
+    def load(self):
+        """(token, expert) pairs that both ranks' experts had so far."""
+        return sum(sum(counts) for runner in self.runners for counts in runner.model.expert_load().values())
+
     def alone(self, steps):
         runner = make_runner(self.directory)
         return [tokens(runner.launch(step).result()) for step in steps]
@@ -119,12 +123,15 @@ def test_low_latency_ranks_replay_graphs_of_their_own_sizes(directory) -> None:
 
 def test_an_idle_rank_replays_its_smallest_graph_and_moves_nothing(directory) -> None:
     pair = Pair(directory, low_latency=True)
+    before = pair.load()
     found = [tokens(pair.step([prompts(2), None], all_decode=False)[0])]
     for number in (2, 3):
         real, dummy = pair.step([decodes(number, 2), None])
         assert (real.graph_size, dummy.graph_size) == (2, 1)
         found.append(tokens(real))
     assert found == pair.alone([prompts(2), decodes(2, 2), decodes(3, 2)])
+    config = pair.runners[0].model.config.moe
+    assert pair.load() - before == (6 + 2 + 2) * config.router.top_k * sum(config.sparse_layers)
 
 
 def test_a_small_piece_of_a_prompt_leaves_the_other_rank_its_graph(directory) -> None:
