@@ -41,7 +41,7 @@ from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.startup import Timeline
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
-from minserve.runtime.trace_step import KeepingRecorder, draw, table, trace
+from minserve.runtime.trace_step import KeepingRecorder, draw, edge_table, table, trace
 
 WARM_STEPS = 5
 REPEATS = 3
@@ -94,7 +94,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="steps of one repeat")
     parser.add_argument("--stack", default="auto", help="kernel stack")
     parser.add_argument("--modes", nargs="+", choices=["eager", "graph"], default=["graph", "eager"])
-    parser.add_argument("--shared-expert", nargs="+", choices=["serial", "overlap", "fused"], default=["overlap"], help="of graphs")
+    parser.add_argument(
+        "--shared-expert", nargs="+", choices=["serial", "overlap", "fused"], default=["overlap"], help="of graphs"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="list each batch's kernels, and draw a layer into a folder")
@@ -293,7 +295,7 @@ def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | N
     runner.graphs = None
     graphs.destroy()
     if folder is not None:
-        _console().print(table(traced))
+        _console().print(table(traced), edge_table(traced))
         folder.mkdir(parents=True, exist_ok=True)
         draw(traced, folder / f"{mode.replace(' ', '-')}-{batch}.png")
     streams = {launch.stream for launch in traced.launches}
@@ -305,7 +307,8 @@ def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | N
         "a_layer": a_layer,
         "streams": len(streams),
         "gaps": round(traced.gaps / traced.span, 4),
-        "edges": traced.edges,
+        "programmatic_edges": sum(count for edge, count in traced.edges.items() if edge.kind == "programmatic"),
+        "edges": traced.edges.total(),
     }
 
 
@@ -410,7 +413,7 @@ def _show(report: dict[str, Any]) -> None:
     console.print(shown)
     for traced in report["traces"]:
         launched = f"{traced['kernels']} kernels ({traced['a_layer']} a layer)"
-        console.print(f"{traced['mode']}, batch {traced['batch']}: {launched} on {traced['streams']} streams, {traced['edges']}")
+        console.print(f"{traced['mode']}, batch {traced['batch']}: {launched} on {traced['streams']} streams")
 
 
 def _console() -> Console:

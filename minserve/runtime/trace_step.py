@@ -8,7 +8,6 @@ run of the same step, whose kernels are the same. Knows no model; works on any r
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 import json
 import tempfile
@@ -24,6 +23,7 @@ from minserve.errors import EnvironmentFault
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RotaryTable
 from minserve.models.decoder import Decoder
 from minserve.runtime.cuda_graph import CudaRecorder
+from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.step import ScheduledStep
 
@@ -56,8 +56,7 @@ class StepTrace:
     batch: int
     layers: int
     launches: tuple[Launch, ...]
-    edges: dict[str, int]
-    """How many of the graph's edges let the next kernel start early ("programmatic"), and how many do not ("full")."""
+    edges: collections.Counter[Edge]
 
     @property
     def span(self) -> float:
@@ -100,7 +99,7 @@ def trace(runner: ModelRunner, step: ScheduledStep, replay: Callable[[], object]
         seen[event["name"]] += 1
         times = event["ts"] - first, event["dur"]
         launches.append(Launch(entry, event["name"], *times, event["args"]["stream"], megabytes))
-    return StepTrace(len(step.rows), runner.model.num_layers, tuple(launches), _edges(graph))
+    return StepTrace(len(step.rows), runner.model.num_layers, tuple(launches), edges_of(graph))
 
 
 def _profile(run: Callable[[], object]) -> list[dict[str, Any]]:
@@ -211,44 +210,14 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _EdgeData(ctypes.Structure):
-    """cudaGraphEdgeData of the CUDA runtime's headers."""
-
-    _fields_ = [
-        ("from_port", ctypes.c_ubyte),
-        ("to_port", ctypes.c_ubyte),
-        ("type", ctypes.c_ubyte),
-        ("reserved", ctypes.c_ubyte * 5),
-    ]
-
-
-def _edges(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
-    """A kept graph's edges by kind: 1 is programmatic in cudaGraphDependencyType. Empty where the runtime has no such call."""
-    handle = graph.raw_cuda_graph()
-    library = ctypes.CDLL(None)
-    get = getattr(library, "cudaGraphGetEdges_v2", None) or getattr(library, "cudaGraphGetEdges", None)
-    if get is None:
-        return {}
-    count = ctypes.c_size_t()
-    if get(ctypes.c_void_p(handle), None, None, None, ctypes.byref(count)):
-        return {}
-    nodes = ctypes.c_void_p * count.value
-    data = (_EdgeData * count.value)()
-    if get(ctypes.c_void_p(handle), nodes(), nodes(), data, ctypes.byref(count)):
-        return {}
-    early = sum(edge.type == 1 for edge in data)
-    return {"programmatic": early, "full": len(data) - early}
-
-
 def table(traced: StepTrace) -> Table:
     """One line a kernel of an entry: calls a layer, microseconds, bytes, bandwidth, share of the step."""
     rows: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
     for launch in traced.launches:
         rows[launch.entry or "torch", _short(launch.kernel)].append(launch)
-    edges = "".join(f", {count} {kind} edges" for kind, count in traced.edges.items())
     shown = Table(
         title=f"batch {traced.batch}: {len(traced.launches)} kernels, {len(traced.launches) / traced.layers:.1f} a layer, "
-        f"{traced.span / 1e3:.3f} ms, gaps {traced.gaps / traced.span:.1%}{edges}",
+        f"{traced.span / 1e3:.3f} ms, gaps {traced.gaps / traced.span:.1%}",
         title_justify="left",
     )
     for column in ("entry", "kernel", "a layer", "us", "MB", "GB/s", "share"):
@@ -265,6 +234,16 @@ def table(traced: StepTrace) -> Table:
             f"{megabytes / total * 1e6:,.0f}" if megabytes else "",
             f"{total / traced.span:.1%}",
         )
+    return shown
+
+
+def edge_table(traced: StepTrace) -> Table:
+    """The graph's edges: which kernels may start while the one before still runs ("programmatic"), and which may not."""
+    shown = Table(title=f"edges at batch {traced.batch}", title_justify="left")
+    for column in ("from", "to", "kind", "a layer"):
+        shown.add_column(column, justify="right" if column == "a layer" else "left")
+    for edge, count in traced.edges.most_common():
+        shown.add_row(_short(edge.before) or "-", _short(edge.after) or "-", edge.kind, f"{count / traced.layers:.2f}")
     return shown
 
 
