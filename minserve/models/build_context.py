@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
 from minserve.kernels.interface import Kernels
 from minserve.models.formats import Format, Formats
-from minserve.models.layers.dispatcher import Dispatcher, ExpertPlacement
+from minserve.models.layers.dispatcher import Dispatcher
+from minserve.models.layers.placement import ExpertPlacement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +25,14 @@ class BuildContext:
     dispatcher: Dispatcher
     placement: ExpertPlacement | None = None
     """None: each expert in the slot of its own number."""
+    placements: Mapping[int, ExpertPlacement] = dataclasses.field(default_factory=dict)
+    """By layer, where it differs from `placement`."""
     fuse_shared: bool = False
     """Shared experts become always-on slots of the routed ones."""
+
+    def placement_of(self, prefix: str) -> ExpertPlacement | None:
+        """The placement of the experts named `model.layers.N.` and so on."""
+        return self.placements.get(int(prefix.split(".")[2]), self.placement)
 
     def kept_format(self, weight_names: list[str]) -> Format:
         """The format that all of these have and that the kernels read from memory; otherwise plain: they are widened at load."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from minserve.models.config_reader import Fields
 from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
-from minserve.models.layers.dispatcher import Dispatcher, ExpertPlacement, LocalDispatcher
+from minserve.models.layers.dispatcher import Dispatcher, LocalDispatcher
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.layers.streams import Lanes, SharedExpertPolicy
 
 
@@ -67,12 +68,15 @@ def build_model(
     *,
     dispatcher: Dispatcher | None = None,
     placement: ExpertPlacement | None = None,
+    placements: Mapping[int, ExpertPlacement] | None = None,
     shared_expert: SharedExpertPolicy = "serial",
     lanes: Lanes | None = None,
 ) -> Decoder:
     """The model with unwritten parameters. By default all experts are local, each in the slot of its own number."""
     row = next(row for row in ROWS if (row.architecture, row.model_type) == (config.architecture, config.model_type))
     fused = shared_expert == "fused"
-    model = row.build(config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement, fused))
+    model = row.build(
+        config, BuildContext(formats, kernels, dtype, device, dispatcher or LocalDispatcher(), placement, placements or {}, fused)
+    )
     model.shared_expert, model.lanes = shared_expert, lanes
     return model

@@ -25,7 +25,6 @@ from minserve.kernels.interface import Kernels
 from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
-from minserve.models.layers.dispatcher import ExpertPlacement
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
 from minserve.models.model_config import ModelConfig, load_model_config
@@ -143,6 +142,9 @@ def prove_same_model(config: Config, model_config: ModelConfig, backend: Backend
     raw = json.dumps(model_config.raw, sort_keys=True).encode()
     facts = {"config.json": hashlib.sha256(raw).hexdigest()[:16], "compute type": str(backend.dtype)}
     facts |= {flag_name(name): str(getattr(config, name)) for name in (*_EQUAL_SETTINGS, "deepep_mode")}
+    if model_config.moe is not None:
+        placed = expert_exchange.place(config, model_config.moe.num_experts, group.seat)
+        facts["slots of experts (--redundant-experts, --expert-load)"] = expert_exchange.digest(*placed)
     group.prove_equal(facts | {"--stack": backend.kernels.name})
 
 
@@ -151,8 +153,8 @@ def connect(config: Config, model_config: ModelConfig, backend: Backend, group: 
     experts cannot be spread over, and what `expert_exchange.connect` raises."""
     if model_config.moe is None or group.collectives is None:
         return None
-    placement = ExpertPlacement.spread(model_config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
-    return expert_exchange.connect(config, model_config, placement, backend.kernels.name, backend.device, group)
+    placed = expert_exchange.place(config, model_config.moe.num_experts, group.seat)
+    return expert_exchange.connect(config, model_config, placed, backend.kernels.name, backend.device, group)
 
 
 def graph_sizes(config: Config, device: torch.device) -> tuple[int, ...]:
@@ -235,6 +237,7 @@ def load(
             backend.device,
             dispatcher=None if exchange is None else exchange.dispatcher,
             placement=None if exchange is None else exchange.placement,
+            placements=None if exchange is None else exchange.placements,
             shared_expert=plan.policy,
             lanes=plan.lanes(backend.device),
         )
@@ -372,6 +375,7 @@ def _experts_sentence(model_config: ModelConfig, exchange: Exchange | None) -> s
     total = model_config.moe.num_experts
     if exchange is None:
         return f"all {total} here"
-    here = exchange.placement.slots_per_rank
-    first = exchange.placement.rank * here
-    return f"{first} to {first + here - 1} of {total} here; tokens travel through {exchange.name}"
+    placement = exchange.placement
+    here = placement.local_experts
+    names = f"{here[0]} to {here[-1]}" if placement.is_identity else f"{len(here)} slots, placed for balance,"
+    return f"{names} of {total} here; tokens travel through {exchange.name}"

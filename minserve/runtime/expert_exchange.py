@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
@@ -20,9 +23,11 @@ from minserve.kernels.deep_ep_limits import Abilities
 from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
 from minserve.models.formats import BLOCK
-from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, Rehearsal, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, Rehearsal, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.placement import ExpertPlacement, read_loads
 from minserve.runtime.parallel import Group
+from minserve.seat import Seat
 
 log = logging.getLogger("minserve.runtime")
 
@@ -33,6 +38,7 @@ class Exchange:
 
     name: str
     placement: ExpertPlacement
+    """Of layers that `placements` does not name; all have as many slots."""
     dispatcher: DeepEPDispatcher | TorchDispatcher
     captured: bool
     """Whether decode steps that use it can be captured."""
@@ -41,6 +47,8 @@ class Exchange:
     None: all ranks replay the same size."""
     only_low_latency: bool = False
     """No step may have more tokens than that."""
+    placements: Mapping[int, ExpertPlacement] = dataclasses.field(default_factory=dict)
+    """By layer."""
 
     def adjusted(self, config: Config) -> Config:
         """The settings as far as this way of moving tokens can follow them."""
@@ -72,12 +80,31 @@ def _moe_layers(model: Decoder) -> list[MixtureOfExperts]:
     return [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
 
 
+def place(config: Config, num_experts: int, seat: Seat) -> tuple[ExpertPlacement, dict[int, ExpertPlacement]]:
+    """Where experts lie in most layers, and by layer where a measured load says so. Raises UsageError."""
+    spread = functools.partial(ExpertPlacement.spread, num_experts, seat.num_ranks, seat.rank, config.redundant_experts)
+    loads = {} if config.expert_load is None else read_loads(Path(config.expert_load).expanduser(), num_experts)
+    return spread(), {layer: spread(load) for layer, load in loads.items()}
+
+
+def digest(placement: ExpertPlacement, placements: Mapping[int, ExpertPlacement]) -> str:
+    """The same on two ranks only if they place all experts alike."""
+    placed = [placement.expert_of_slot, *((layer, of.expert_of_slot) for layer, of in sorted(placements.items()))]
+    return hashlib.sha256(repr(placed).encode()).hexdigest()[:16]
+
+
 def connect(
-    config: Config, model_config: ModelConfig, placement: ExpertPlacement, stack: str, device: torch.device, group: Group
+    config: Config,
+    model_config: ModelConfig,
+    placed: tuple[ExpertPlacement, Mapping[int, ExpertPlacement]],
+    stack: str,
+    device: torch.device,
+    group: Group,
 ) -> Exchange:
     """All ranks come here at once. Raises UsageError for what was asked for and cannot be, EnvironmentFault."""
     assert group.collectives is not None and model_config.moe is not None
     seat = group.seat
+    placement, placements = placed
     if stack == "hopper-ep":
         able = deep_ep_limits.abilities(
             model_config.hidden_size, model_config.moe.router.top_k, seat.num_ranks, seat.ranks_per_host
@@ -86,17 +113,19 @@ def connect(
             log.info("DeepEP: %s", verdict)
         mode = _mode(config, able)
         if mode is not None:
-            return _deep_ep(config, model_config, placement, group, able, mode)
+            exchange = _deep_ep(config, model_config, placement, group, able, mode)
+            return dataclasses.replace(exchange, placements=placements)
     elif config.deepep_mode != "auto":
         raise UsageError(f"--deepep-mode {config.deepep_mode}: DeepEP is not used here (stack {stack})")
     if device.type == "cuda" and seat.ranks_per_host > torch.cuda.device_count():
         log.warning("ranks share a GPU, which NCCL refuses: tokens travel through the host, and no step is captured")
         dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank, through=torch.device("cpu"))
         name = "torch.distributed (gloo, through the host)"
-        return Exchange(name, placement, dispatcher, captured=False, low_latency_rows=None)
+        return Exchange(name, placement, dispatcher, captured=False, low_latency_rows=None, placements=placements)
     dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank)
     library = "NCCL" if device.type == "cuda" else "gloo"
-    return Exchange(f"torch.distributed ({library})", placement, dispatcher, captured=True, low_latency_rows=None)
+    name = f"torch.distributed ({library})"
+    return Exchange(name, placement, dispatcher, captured=True, low_latency_rows=None, placements=placements)
 
 
 def _mode(config: Config, able: Abilities) -> str | None:

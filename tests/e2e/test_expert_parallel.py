@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -161,10 +162,28 @@ def check_what_ranks_show(server: ServerProcess, num_ranks: int) -> None:
         for layer, counts in rank["now"]["expert_load"].items():
             by_layer.setdefault(layer, []).extend(counts)
     totals = {sum(counts) for counts in by_layer.values()}
-    assert len(by_layer) >= 2 and len(totals) == 1 and totals.pop() > 100
     page = server.request("GET", "/metrics")[1]
+    ratios = re.findall(r'^minserve:ep_imbalance_ratio\{layer="(\d+)".*\} (\S+)$', page, re.MULTILINE)
+    assert {layer for layer, _ in ratios} == set(by_layer)
+    assert all(1 <= float(ratio) <= num_ranks for _, ratio in ratios)
+    assert len(by_layer) >= 2 and len(totals) == 1 and totals.pop() > 100
     for rank in range(num_ranks):
         assert re.search(rf'^minserve:rank_steps_total\{{.*rank="{rank}"\}} [1-9]', page, re.MULTILINE), page
+
+
+def test_a_measured_load_places_experts_and_answers_stay(tiny_dir: Checkpoint, tmp_path: Path, one: Any) -> None:
+    """The way of an operator: serve, save /server_info, start again with it and with copies of the busiest experts."""
+    model = str(tiny_dir("qwen3_moe"))
+    saved = tmp_path / "load.json"
+    with serving(model, "--ep-size", "2", log=tmp_path / "first.log") as server:
+        assert ask_all(server) == one("qwen3_moe")
+        saved.write_text(json.dumps(server.request("GET", "/server_info")[1]))
+    flags = ["--ep-size", "2", "--redundant-experts", "2", "--expert-load", str(saved)]
+    with serving(model, *flags, log=tmp_path / "second.log") as server:
+        assert ask_all(server) == one("qwen3_moe")
+        assert "placed for balance" in ranks(server)[0]["info"]["effective"]["experts"]
+    with start(model, "--ep-size", "2", "--expert-load", str(tmp_path / "none"), log=tmp_path / "third.log") as server:
+        assert ended(server, 60.0) == 2 and "--expert-load" in server.log
 
 
 def test_a_stuck_rank_is_named_by_the_one_that_waits(tiny_dir: Checkpoint, tmp_path: Path) -> None:

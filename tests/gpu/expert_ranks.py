@@ -24,7 +24,8 @@ from minserve.kernels import deep_ep_limits, stacks
 from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 from minserve.kernels.interface import ExpertWeights, Kernels
 from minserve.kernels.triton_exchange import quantize_rows
-from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, ExpertPlacement, MaskedTokens, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, MaskedTokens, TorchDispatcher
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.layers.streams import CudaLanes
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
@@ -212,7 +213,7 @@ def connect(group: Group, max_num_seqs: int) -> Exchange:
     placement = ExpertPlacement.spread(config.moe.num_experts, group.seat.num_ranks, group.seat.rank)
     settings = Config(ep_size=group.seat.num_ranks, max_num_seqs=max_num_seqs)
     device = torch.device("cuda", torch.cuda.current_device())
-    return expert_exchange.connect(settings, config, placement, "hopper-ep", device, group)
+    return expert_exchange.connect(settings, config, (placement, {}), "hopper-ep", device, group)
 
 
 def load(directory: Path, policy: Any, way: Exchange | None, max_num_seqs: int) -> ModelRunner:

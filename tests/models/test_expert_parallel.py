@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from parallel_ranks import gloo, together
 from minserve.errors import UsageError
 from minserve.kernels import reference
 from minserve.models.decoder import Decoder
-from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint
@@ -26,8 +28,8 @@ CPU = torch.device("cpu")
 class Ranks:
     """One model on several ranks, driven step by step."""
 
-    def __init__(self, directory, num_ranks, kernels=None, capacity=None):
-        """capacity: of DeepEP's low-latency mode, here over gloo; None: torch's collectives."""
+    def __init__(self, directory, num_ranks, kernels=None, capacity=None, redundant=0, loads=None):
+        """capacity: of DeepEP's low-latency mode, here over gloo; None: torch's collectives. loads: by layer."""
         store = dist.HashStore()
         self.num_ranks = num_ranks
         self.groups = together(num_ranks, lambda rank: gloo(store, rank, num_ranks))
@@ -37,13 +39,15 @@ class Ranks:
         kernels = kernels or reference.cpu()
         config = load_model_config(directory)
         for rank, group in enumerate(self.groups):
-            placement = ExpertPlacement.spread(config.moe.num_experts, num_ranks, rank)
+            spread = functools.partial(ExpertPlacement.spread, config.moe.num_experts, num_ranks, rank, redundant)
+            placement = spread()
             dispatcher = TorchDispatcher(group, placement.slots_per_rank)
             if capacity is not None:
-                self.buffers.append(GlooBuffer(group, config.moe.num_experts, capacity))
+                self.buffers.append(GlooBuffer(group, config.moe.num_experts + redundant, capacity))
                 dispatcher = DeepEPDispatcher(self.buffers[-1], num_ranks, capacity)
             checkpoint = open_checkpoint(directory)
-            options = {"dispatcher": dispatcher, "placement": placement}
+            placements = {layer: spread(load) for layer, load in (loads or {}).items()}
+            options = {"dispatcher": dispatcher, "placement": placement, "placements": placements}
             model = build_model(config, checkpoint.formats, kernels, torch.float32, CPU, **options)
             self.reports.append(load_weights(model, checkpoint))
             model.finish_load()
@@ -115,6 +119,28 @@ def test_both_modes_of_deep_ep_give_the_logits_of_one(tiny, name) -> None:
     for nothing, token in ((None, 5), ([], 6)):
         expected = one.step([("r0", [token])])[0]
         assert_same_logits(ranks.step([[("a", [token])], nothing], 1)[0][0], expected)
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+@pytest.mark.parametrize("name", ["deepseek_v3_small", "qwen2_moe"])
+def test_copies_of_experts_change_where_tokens_go_and_nothing_else(tiny, name, capacity) -> None:
+    directory = tiny(name).directory
+    plain = Ranks(directory, 2)
+    rows = [[("a", prompt(33, 1))], [("a", prompt(20, 2))]]
+    expected = plain.step(rows, 33)
+    plain_counts = [sum(pair) for pair in zip(*(model.expert_load()[1] for model in plain.models), strict=True)]
+    num_experts, hot = len(plain_counts), max(range(len(plain_counts)), key=plain_counts.__getitem__)
+    copied = Ranks(directory, 2, capacity=capacity, redundant=4, loads={1: plain_counts})
+    for (logits,), (wanted,) in zip(copied.step(rows, 33), expected, strict=True):
+        assert_same_logits(logits, wanted)
+    layer = [model.layers[1].mlp.experts for model in copied.models]
+    assert all(hot in experts.placement.local_experts for experts in layer)  # on both ranks
+    assert all(len(experts.w13) == (num_experts + 4) // 2 for experts in layer)
+    counts = [model.expert_load()[1] for model in copied.models]
+    assert [sum(pair) for pair in zip(*counts, strict=True)] == plain_counts
+    assert min(own[hot] for own in counts) > 0
+    # Every tensor was written once, those of an expert with two slots on two ranks once on each.
+    assert sum(report.bytes_written for report in copied.reports) > sum(report.bytes_written for report in plain.reports)
 
 
 def test_deep_ep_refuses_more_tokens_than_agreed(tiny) -> None:

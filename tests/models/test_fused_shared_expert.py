@@ -12,9 +12,9 @@ from tiny_checkpoints import VARIANTS, write_checkpoint
 
 from minserve.errors import UsageError
 from minserve.kernels import reference
-from minserve.models.layers.dispatcher import ExpertPlacement
 from minserve.models.layers.linear import GatedMLP
 from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.placement import ExpertPlacement
 from tools.quantize_fp8 import quantize_checkpoint
 
 SHARED = sorted(name for name in VARIANTS if "qwen" not in name)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from minserve.capture_flags import EAGER
 from minserve.kernels import reference
 from minserve.models.forward_context import ForwardContext
-from minserve.models.layers.dispatcher import Dispatched, ExpertPlacement, LocalDispatcher, MaskedTokens
+from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher, MaskedTokens
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.layers.streams import SERIAL, StreamPlan
 
 CAPTURING = dataclasses.replace(EAGER, capturing=True, allow_overlap=True, allow_inplace=False, phase="record", kind="decode")
@@ -205,9 +206,9 @@ def test_all_tokens_to_one_expert(tiny):
 def test_experts_may_sit_in_other_slots(tiny):
     checkpoint = tiny("deepseek_v3_small")
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1)).tolist()
-    model = load(checkpoint.directory, placement=ExpertPlacement(tuple(order)))
+    model = load(checkpoint.directory, placement=ExpertPlacement(tuple(order), 16))
     plain = load(checkpoint.directory)
-    for expert, slot in enumerate(order):
+    for slot, expert in enumerate(order):
         assert torch.equal(model.layers[1].mlp.experts.w13[slot], plain.layers[1].mlp.experts.w13[expert])
     tokens = prompt(20, seed=7)
     assert_same_logits(PagedSteps(model).step([("r", tokens)], padding=2)[0], reference_logits(checkpoint, tokens))

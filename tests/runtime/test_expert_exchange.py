@@ -16,7 +16,8 @@ from parallel_ranks import gloo, together
 from minserve.config import EMBEDDED_DIRECTORY, Config
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import deep_ep_limits
-from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.model_config import load_model_config
 from minserve.runtime import expert_exchange
 from minserve.runtime.expert_exchange import Exchange
@@ -50,7 +51,7 @@ def connect(model: Path, stack: str = "hopper-ep", ranks: int = 2, hosts: int = 
     group = Group(seat, StepAgreement(0, {}), collectives, None)
     assert config.moe is not None
     placement = ExpertPlacement.spread(config.moe.num_experts, ranks, 0)
-    return expert_exchange.connect(Config(ep_size=ranks, **settings), config, placement, stack, CPU, group)
+    return expert_exchange.connect(Config(ep_size=ranks, **settings), config, (placement, {}), stack, CPU, group)
 
 
 def test_both_modes_where_the_library_has_both(made: list[dict[str, Any]]) -> None:

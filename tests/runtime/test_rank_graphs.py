@@ -10,8 +10,9 @@ from exchange_double import GlooBuffer
 from parallel_ranks import gloo, together
 from runtime.graph_doubles import HeldPlans, runner_of, with_graphs
 
-from minserve.models.layers.dispatcher import DeepEPDispatcher, ExpertPlacement, TorchDispatcher
+from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import load_weights, open_checkpoint

@@ -14,7 +14,7 @@ from minserve.errors import CheckpointError
 from minserve.kernels import reference
 from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.decoder import Decoder
-from minserve.models.layers.dispatcher import ExpertPlacement
+from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weight_reader import WeightReader

@@ -11,42 +11,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from minserve.errors import UsageError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertPlacement:
-    """Which slot holds each expert, and which of the slots are this rank's: an equal share, in order of rank."""
-
-    slot_of_expert: tuple[int, ...]
-    num_ranks: int = 1
-    rank: int = 0
-
-    @classmethod
-    def identity(cls, num_experts: int) -> ExpertPlacement:
-        return cls(tuple(range(num_experts)))
-
-    @classmethod
-    def spread(cls, num_experts: int, num_ranks: int, rank: int) -> ExpertPlacement:
-        """Each expert in the slot of its own number. Raises UsageError, with what would do, where the shares are not equal."""
-        if num_experts % num_ranks:
-            legal = ", ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)
-            raise UsageError(f"--ep-size {num_ranks} does not divide the model's {num_experts} experts; possible: {legal}")
-        return cls(tuple(range(num_experts)), num_ranks, rank)
-
-    @property
-    def is_identity(self) -> bool:
-        return self.slot_of_expert == tuple(range(len(self.slot_of_expert)))
-
-    @property
-    def slots_per_rank(self) -> int:
-        return len(self.slot_of_expert) // self.num_ranks
-
-    def local_slot(self, expert: int) -> int | None:
-        """Where this rank holds the expert; None: another rank does."""
-        local = self.slot_of_expert[expert] - self.rank * self.slots_per_rank
-        return local if 0 <= local < self.slots_per_rank else None
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTokens:

@@ -13,8 +13,9 @@ from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
 from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks, stored_names
-from minserve.models.layers.dispatcher import ExpertPlacement, FlatTokens, MaskedTokens
+from minserve.models.layers.dispatcher import FlatTokens, MaskedTokens
 from minserve.models.layers.linear import GatedMLP, Linear, parameter
+from minserve.models.layers.placement import ExpertPlacement
 
 
 class Experts(nn.Module):
@@ -25,7 +26,7 @@ class Experts(nn.Module):
     """
 
     slots: Tensor | None
-    """int32, one an expert of the model: its slot; None when each sits in its own."""
+    """int32 [experts of the model, C]: each one's slots in turn; None when each sits in its own."""
     load: Tensor | None
     """int64, one a slot of this rank, after one for no slot: (token, slot) pairs so far. None where all experts are here."""
 
@@ -34,7 +35,7 @@ class Experts(nn.Module):
         self.prefix = prefix
         self.kernels = build.kernels
         self.formats = build.formats
-        self.placement = build.placement or ExpertPlacement.identity(config.num_experts)
+        self.placement = build.placement_of(prefix) or ExpertPlacement.identity(config.num_experts)
         self.intermediate_size = width = config.intermediate_size
         kept = build.kept_format(self._names())
         self.kept: Format = "plain" if kept == "fp8_block" and width % BLOCK else kept
@@ -42,7 +43,7 @@ class Experts(nn.Module):
         self.w13, self.w13_scale = self._matrices(count, 2 * width, hidden_size, build)
         self.w2, self.w2_scale = self._matrices(count, hidden_size, width, build)
         identity = self.placement.is_identity
-        slots = None if identity else torch.tensor(self.placement.slot_of_expert, dtype=torch.int32, device=build.device)
+        slots = None if identity else torch.tensor(self.placement.replica_table(), dtype=torch.int32, device=build.device)
         self.register_buffer("slots", slots, persistent=False)
         spread = self.placement.num_ranks > 1
         load = torch.zeros(count + 1, dtype=torch.int64, device=build.device) if spread else None
@@ -91,10 +92,11 @@ class Experts(nn.Module):
         setattr(self, name, stacked)
 
     def slots_of(self, expert_ids: Tensor) -> Tensor:
-        """Expert ids int32 [T, k] as slots; -1 stays -1."""
+        """Expert ids int32 [T, k] as slots; -1 stays -1. Neighbouring tokens go to different copies of an expert."""
         if self.slots is None:
             return expert_ids
-        return torch.where(expert_ids < 0, expert_ids, self.slots[expert_ids.clamp(min=0)])
+        turn = torch.arange(expert_ids.shape[0], device=expert_ids.device)[:, None] % self.slots.shape[1]
+        return torch.where(expert_ids < 0, expert_ids, self.slots[expert_ids.clamp(min=0), turn])
 
     def forward(self, tokens: FlatTokens | MaskedTokens) -> Tensor:
         """The experts' output in the tokens' layout: flat ones weighted and summed, masked ones neither."""
@@ -110,16 +112,13 @@ class Experts(nn.Module):
         return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights, *scale)
 
     def _names(self) -> list[str]:
-        experts = range(len(self.placement.slot_of_expert))
+        experts = range(self.placement.num_experts)
         return [f"{self.prefix}.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")]
 
     def destinations(self) -> Iterator[Destination]:
         width = self.intermediate_size
         half = 0 if self.w13_scale is None else self.w13_scale.shape[1] // 2
-        for expert in range(len(self.placement.slot_of_expert)):
-            slot = self.placement.local_slot(expert)
-            if slot is None:
-                continue
+        for slot, expert in enumerate(self.placement.local_experts):
             gate, up, down = (f"{self.prefix}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
             s13, s2 = (None if scale is None else scale[slot] for scale in (self.w13_scale, self.w2_scale))
             yield from self._places(gate, self.w13[slot, :width], None if s13 is None else s13[:half])
@@ -131,8 +130,17 @@ class Experts(nn.Module):
         number = name.removeprefix(f"{self.prefix}.").partition(".")[0]
         if not name.startswith(f"{self.prefix}.") or not number.isdecimal():
             return None
-        known = int(number) < len(self.placement.slot_of_expert)
-        return "an expert of another rank" if known and self.placement.local_slot(int(number)) is None else None
+        elsewhere = int(number) < self.placement.num_experts and int(number) not in self.placement.local_experts
+        return "an expert of another rank" if elsewhere else None
+
+    def expert_load(self) -> list[int] | None:
+        """One count for each of the model's experts: the pairs that this rank's slots have had. Waits for the device."""
+        if self.load is None:
+            return None
+        counts = [0] * self.placement.num_experts
+        for expert, count in zip(self.placement.local_experts, self.load[1:].tolist(), strict=True):
+            counts[expert] = count
+        return counts
 
     def _places(self, name: str, values: Tensor, scale: Tensor | None) -> Iterator[Destination]:
         if scale is None:
