@@ -34,14 +34,13 @@ class ApiError(Exception):
         self.retry_after = retry_after
         """Seconds for the Retry-After header; 0 sends none."""
 
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error")
+
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}` as JSON."""
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, "server_error"),
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

@@ -125,9 +125,8 @@ def error_body(error: ApiError) -> bytes:
 
 def _error(error: ApiError) -> dict[str, Any]:
     """An error as clients of this API read it."""
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
-    return {"type": "error", "error": {"type": kinds.get(error.status, "api_error"), "message": error.message}}
+    own = {413: "request_too_large", 499: "api_error", 500: "api_error", 503: "overloaded_error"}
+    return {"type": "error", "error": {"type": own.get(error.status, error.type), "message": error.message}}
 
 
 class MessageWriter(BlockWriter):
