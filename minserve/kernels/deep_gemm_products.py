@@ -59,7 +59,7 @@ class Limits:
 
     triton_bf16: int = 1024
     """Up to so many tokens Triton's tiles read plain weights faster than the masked and the contiguous product."""
-    triton_fp8: int = 2
+    triton_fp8: int = 128
     masked: int = 256
     """Beyond Triton and up to so many tokens the masked product, then the contiguous one. Masked buffers have room
     for E * 128 rows for each 128 tokens."""
@@ -174,7 +174,9 @@ class DeepGemmProducts:
 
 
 def _fits(x: Tensor, experts: ExpertWeights) -> bool:
-    """Both products have K a multiple of the block (FP8) or of 64, rows in bf16, and something to do."""
+    """Weights are plain or FP8, both products have K a multiple of the block (FP8) or of 64, rows in bf16 and something to do."""
+    if experts.format == "int4_group":
+        return False
     width, inner = experts.w2.shape[1:]
     step = FP8_BLOCK if experts.w13_scale is not None else 64
     return x.dtype == torch.bfloat16 and x.numel() > 0 and width % step == 0 and inner % step == 0

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from minserve.kernels import triton_attention, triton_cache, triton_experts, triton_linear, triton_router, triton_rows
+from minserve.kernels.expert_tiles import FIXED_SIZES
 from minserve.kernels.interface import Kernels
 
 
@@ -23,7 +24,7 @@ def deterministic(device: torch.device) -> Kernels:
         table,
         linear=triton_linear.fixed_linear,
         route=triton_router.TritonRouter(device, fixed=True).route,
-        experts_flat=functools.partial(triton_experts.experts_tiled, config=triton_experts.TileConfig(32, 64, 128, 1, 4, 3)),
+        experts_flat=functools.partial(triton_experts.experts_tiled, sizes=FIXED_SIZES),
         mla_inputs=functools.partial(triton_cache.mla_inputs, block_m=64),
         heads_linear=functools.partial(triton_cache.heads_linear, block_m=64),
     )
@@ -47,4 +48,5 @@ def build(name: str, device: torch.device, attention: triton_attention.TritonAtt
         gqa_attention=attention.gqa,
         mla_attention=attention.mla,
         keeps_fp8=True,
+        keeps_int4=True,
     )

@@ -15,19 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.launch import dependent_launch, follow, lead
+
 FP8_BLOCK = 128
 FP8_MAX = 448.0
+OWN_TILES_TOKENS = 8
+"""Most tokens whose pairs find their experts' tiles themselves: the least width of a matrix unit's operand."""
 _CHUNK = 1024
-
-
-@triton.jit
-def _count_kernel(slot_ids, counts, pairs, chunk: tl.constexpr):
-    expert = tl.program_id(0)
-    found = tl.zeros([chunk], tl.int32)
-    for start in range(0, pairs, chunk):
-        place = start + tl.arange(0, chunk)
-        found += (tl.load(slot_ids + place, mask=place < pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
@@ -50,14 +44,23 @@ def _place_kernel(
     tile: tl.constexpr,
     chunk: tl.constexpr,
     block_experts: tl.constexpr,
+    dependent: tl.constexpr,
 ):
     """Program e gives expert e's pairs their rows: from e * capacity, or packed, each expert's first row on a tile."""
+    follow(dependent)
+    lead(dependent)
     expert = tl.program_id(0)
     start = expert.to(tl.int64) * capacity
     end = start + capacity
     if packed:
+        # Each program counts all experts' pairs for itself: cheaper than a launch that counts them once.
         all_experts = tl.arange(0, block_experts)
-        sizes = tl.load(counts + all_experts, mask=all_experts < num_experts, other=0)
+        sizes = tl.zeros([block_experts], tl.int32)
+        for first in range(0, pairs, chunk):
+            pair = first + tl.arange(0, chunk)
+            owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
+            known = (owner >= 0) & (owner < num_experts)
+            sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
         padded = (sizes + tile - 1) // tile * tile
         start = tl.sum(tl.where(all_experts < expert, padded, 0), axis=0).to(tl.int64)
         end = start + tl.sum(tl.where(all_experts == expert, padded, 0), axis=0)
@@ -74,8 +77,7 @@ def _place_kernel(
         if want_rows:
             tl.store(rows + row, pair, mask=mine)
         found += tl.sum(mine.to(tl.int32), axis=0)
-    if not packed:
-        tl.store(counts + expert, found)
+    tl.store(counts + expert, found)
     last = expert == num_experts - 1
     limit = tl.where(last, num_rows, end)
     if want_rows:
@@ -95,8 +97,12 @@ def _place_kernel(
 
 
 @triton.jit
-def _counted_tiles_kernel(counts, rows, tile_expert, capacity, tiles_each: tl.constexpr, tile: tl.constexpr):
+def _counted_tiles_kernel(
+    counts, rows, tile_expert, capacity, tiles_each: tl.constexpr, tile: tl.constexpr, dependent: tl.constexpr
+):
     """The same lists for rows that already sit at e * capacity, the first counts[e] of them real."""
+    follow(dependent)
+    lead(dependent)
     expert = tl.program_id(0)
     index = tl.program_id(1)
     count = tl.load(counts + expert)
@@ -115,12 +121,40 @@ class Tiles:
     expert: Tensor
     """int32 [tiles]"""
     tile: int
+    own: bool = False
+    """Nothing is listed: both tensors are the slots [T, k], each pair is a tile, and `own_pairs` finds the tile's pairs."""
+
+    @property
+    def count(self) -> int:
+        return self.expert.numel()
+
+    @property
+    def top_k(self) -> int:
+        """Pairs of a token, where nothing is listed."""
+        return self.expert.shape[1] if self.own else 1
+
+
+def own_tiles(slot_ids: Tensor) -> Tiles:
+    """slot_ids int32 [T, k], T at most OWN_TILES_TOKENS, without a launch."""
+    return Tiles(slot_ids, slot_ids, OWN_TILES_TOKENS, own=True)
+
+
+@triton.jit
+def own_pairs(slot_ids, tile, pairs, top_k, places: tl.constexpr, block_tokens: tl.constexpr):
+    """(expert of the pair `tile`, that expert's pair of each token or -1); -1 for all but an expert's first pair."""
+    expert = tl.load(slot_ids + tile)
+    token, place = tl.arange(0, block_tokens), tl.arange(0, places)
+    pair = token[:, None] * top_k + place[None, :]
+    owner = tl.load(slot_ids + pair, mask=(pair < pairs) & (place[None, :] < top_k), other=-1)
+    mine = tl.max(tl.where(owner == expert, pair, -1), axis=1)
+    first = tl.min(tl.where(mine < 0, pairs, mine), axis=0)
+    return tl.where(first == tile, expert, -1), mine
 
 
 def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
-    """slot_ids int32 [T, k] -> tiles. Few tokens get fixed room for each expert (one launch), many are packed (two)."""
-    tokens, pairs, device = slot_ids.shape[0], slot_ids.numel(), slot_ids.device
-    tiles_each = triton.cdiv(tokens, tile)
+    """slot_ids int32 [T, k] -> tiles, expert by expert: few tokens get fixed room for each expert, many are packed."""
+    pairs, device = slot_ids.numel(), slot_ids.device
+    tiles_each = triton.cdiv(slot_ids.shape[0], tile)
     packed = tiles_each > 2
     num_tiles = min(num_experts, pairs) + pairs // tile if packed else num_experts * tiles_each
     rows = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
@@ -135,7 +169,7 @@ def tiles_of_counts(counts: Tensor, capacity: int, tile: int) -> Tiles:
     rows = torch.empty(num_experts * tiles_each * tile, dtype=torch.int32, device=counts.device)
     expert = torch.empty(num_experts * tiles_each, dtype=torch.int32, device=counts.device)
     _counted_tiles_kernel[(num_experts, tiles_each)](
-        counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1
+        counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1, **dependent_launch(counts.device)
     )
     return Tiles(rows, expert, tile)
 
@@ -188,8 +222,6 @@ def _place(
     pairs = slot_ids.numel()
     slot_ids = slot_ids.contiguous()
     chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-    if packed:
-        _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=4)
     _place_kernel[(num_experts,)](
         slot_ids,
         counts,
@@ -210,6 +242,7 @@ def _place(
         chunk=chunk,
         block_experts=triton.next_power_of_2(num_experts),
         num_warps=4,
+        **dependent_launch(slot_ids.device),
     )
     return counts
 
@@ -232,8 +265,11 @@ def _move_rows_kernel(
     fp8_max: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
+    dependent: tl.constexpr,
 ):
     """Item i's row: 0 all (i), 1 scatter (from i // top_k to where[i]), 2 listed (where[i])."""
+    follow(dependent)
+    lead(dependent)
     item = tl.program_id(0).to(tl.int64)
     origin = item
     row = item
@@ -309,6 +345,7 @@ def move_rows(
             blocks=blocks,
             block=FP8_BLOCK,
             num_warps=4,
+            **dependent_launch(source.device),
         )
     if scales is None:
         return target, None
@@ -316,7 +353,11 @@ def move_rows(
 
 
 @triton.jit
-def _combine_kernel(y, where, weights, out, width, top_k: tl.constexpr, direct: tl.constexpr, block: tl.constexpr):
+def _combine_kernel(
+    y, where, weights, out, width, top_k: tl.constexpr, direct: tl.constexpr, block: tl.constexpr, dependent: tl.constexpr
+):
+    follow(dependent)
+    lead(dependent)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
@@ -343,6 +384,15 @@ def combine(y: Tensor, where: Tensor, weights: Tensor, *, direct: bool) -> Tenso
     if tokens:
         block = min(1024, triton.next_power_of_2(y.shape[1]))
         _combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
-            y, where, weights.contiguous(), out, y.shape[1], top_k=top_k, direct=direct, block=block, num_warps=4
+            y,
+            where,
+            weights.contiguous(),
+            out,
+            y.shape[1],
+            top_k=top_k,
+            direct=direct,
+            block=block,
+            num_warps=4,
+            **dependent_launch(y.device),
         )
     return out

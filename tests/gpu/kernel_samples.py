@@ -36,9 +36,16 @@ def fp8(*shape: int) -> tuple[Tensor, Tensor]:
     return weight, torch.rand(blocks, device=DEVICE) * 1e-3 + 1e-4
 
 
+def int4(*shape: int) -> tuple[Tensor, Tensor]:
+    """Packed int32 [..., N, K / 8], every nibble, and bf16 scales [..., N, K / 32]; the products have std about 0.02."""
+    packed = torch.randint(-(1 << 31), 1 << 31, (*shape[:-1], shape[-1] // 8), device=DEVICE, dtype=torch.int64).int()
+    return packed, (torch.rand(*shape[:-1], shape[-1] // 32, device=DEVICE) * 6e-3 + 1e-3).to(BF16)
+
+
 def expert_weights(experts: int, hidden: int, inner: int, kind: str) -> ExpertWeights:
-    if kind == "fp8":
-        (w13, s13), (w2, s2) = fp8(experts, 2 * inner, hidden), fp8(experts, hidden, inner)
+    if kind != "bf16":
+        random = fp8 if kind == "fp8" else int4
+        (w13, s13), (w2, s2) = random(experts, 2 * inner, hidden), random(experts, hidden, inner)
         return ExpertWeights(w13, w2, s13, s2)
     return ExpertWeights(normal(experts, 2 * inner, hidden, std=0.02), normal(experts, hidden, inner, std=0.02))
 

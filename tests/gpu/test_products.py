@@ -22,8 +22,9 @@ from minserve.kernels import reference
 from minserve.kernels.interface import Kernels, LinearWeight
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-# (experts, hidden, inner, top_k): a tiny one, then the widths of Qwen3-30B, Moonlight and DeepSeek-V3.
-SIZES = [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 2048, 4)]
+# (experts, hidden, inner, top_k): a tiny one, then the widths of Qwen3-30B, Moonlight, DeepSeek-V3 and Qwen2-57B.
+SIZES = [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 2048, 4), (8, 3584, 2560, 4)]
+KINDS = ["bf16", "fp8", "int4"]
 BF16_ERROR = 8e-3
 FP8_ACTIVATION_ERROR = 6e-2
 """What quantising activations costs on random data, against unquantised ones."""
@@ -41,13 +42,25 @@ def expert_path(name: str):
     return DeepGemmProducts(Limits(0, 0, 1 << 30 if name == "masked" else 0)).experts_flat
 
 
-PATHS = [("vector", 1), ("vector", 4), ("tiled", 1), ("tiled", 30), ("tiled", 300), ("masked", 30), ("contiguous", 300)]
+PATHS = [
+    ("vector", 1),
+    ("vector", 2),
+    ("tiled", 1),
+    ("tiled", 5),
+    ("tiled", 8),
+    ("tiled", 30),
+    ("tiled", 300),
+    ("masked", 30),
+    ("contiguous", 300),
+]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("path", "tokens"), PATHS)
 def test_experts_equal_the_reference(kind: str, sizes: tuple[int, int, int, int], path: str, tokens: int) -> None:
+    if kind == "int4" and path != "tiled":
+        pytest.skip("INT4 has tiles alone")
     experts, hidden, inner, top_k = sizes
     weights, function = expert_weights(experts, hidden, inner, kind), expert_path(path)
     x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
@@ -62,7 +75,7 @@ def test_experts_equal_the_reference(kind: str, sizes: tuple[int, int, int, int]
     assert same_bits(result, function(x, ids, shares, weights))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [3, 30, 300])
 def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, tokens: int) -> None:
     weights = expert_weights(16, 2048, 768, kind)
@@ -75,7 +88,35 @@ def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, to
     assert not padded[2:].any()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [2, 7, 30, 128, 300])
+def test_a_row_depends_on_no_other(kernels: Kernels, kind: str, tokens: int) -> None:
+    weights = expert_weights(16, 2048, 768, kind)
+    (x, other_x), (ids, shares), (other_ids, other_shares) = (
+        normal(2, tokens, 2048),
+        *(choices(tokens, 8, 16) for _ in range(2)),
+    )
+    kept = [0, tokens - 1]
+    other_x[kept], other_ids[kept], other_shares[kept] = x[kept], ids[kept], shares[kept]
+    result, beside_others = (
+        kernels.experts_flat(x, ids, shares, weights),
+        kernels.experts_flat(other_x, other_ids, other_shares, weights),
+    )
+    assert same_bits(result[kept], beside_others[kept])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [0, 1, 8, 100, 300])
+def test_all_tokens_may_choose_one_expert(kernels: Kernels, kind: str, tokens: int) -> None:
+    weights, x, (ids, shares) = expert_weights(16, 2048, 768, kind), normal(tokens, 2048), choices(tokens, 8, 16)
+    ids[:], ids[:, 3] = -1, 5
+    result = kernels.experts_flat(x, ids, shares, weights)
+    bound = FP8_ACTIVATION_ERROR if (kind, kernels.name) == ("fp8", "hopper") else BF16_ERROR
+    assert result.shape == x.shape
+    assert distance(result, expert_truth(x, ids, shares, weights)) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
 @pytest.mark.parametrize("capacity", [40, 128])
 def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int], capacity: int) -> None:
@@ -92,16 +133,16 @@ def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: 
             assert distance(result[slot, :count], truth) < bound, slot
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
     from minserve.kernels import triton_experts
 
     weights = expert_weights(4, 384, 640, kind)
-    for tokens in (9, 60, 150, 700):
+    for tokens in (2, 9, 60, 150, 700):
         x, (ids, shares) = normal(tokens, 384), choices(tokens, 2, 4)
         result = triton_experts.experts_tiled(x, ids, shares, weights)
         assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
-        if tokens <= 16:
+        if tokens <= 16 and kind != "int4":
             result = triton_experts.experts_vector(x, ids, shares, weights)
             assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
 
