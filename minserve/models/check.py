@@ -36,6 +36,7 @@ from minserve.models.weights import LoadProof, compare_tied_head, prove_load
 
 PIECE_BYTES = 4 << 20
 """Read at a time; with one such buffer a thread, memory is bounded."""
+TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -147,6 +148,8 @@ def check(directory: Path, manifest: Path | None, new_manifest: Path | None) -> 
     checkpoint, proof, architecture = prove(directory)
     with WeightReader(checkpoint.files) as reader:
         notes = [*checkpoint.notes, *compare_tied_head(proof, checkpoint, reader)]
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        notes.append(f"neither {' nor '.join(TOKENIZER_FILES)} is there: a server will need --tokenizer")
     blobs = blob_names(directory)
     by_tensor = expected is not None or new_manifest is not None
     lines = [f"checked    {directory}", f"files      {len(checkpoint.files):,}, whole to the byte"]

@@ -77,6 +77,13 @@ def test_a_manifest_does_not_care_how_tensors_are_spread_over_files(sharded: Pat
     assert f"{len(tensors)} tensors are what" in check(other, tmp_path / "manifest.json", None)
 
 
+def test_a_missing_tokenizer_is_a_note(sharded: Path) -> None:
+    note = "note       neither tokenizer.json nor tiktoken.model is there: a server will need --tokenizer"
+    assert note in check(sharded, None, None)
+    (sharded / "tiktoken.model").write_bytes(b"IQ== 0")
+    assert "tokenizer" not in check(sharded, None, None)
+
+
 def test_without_anything_to_compare_with_it_says_so(sharded: Path) -> None:
     assert "checksums  not compared: no hub cache and no --manifest" in check(sharded, None, None)
 
