@@ -18,9 +18,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -55,9 +57,15 @@ class Reading(NamedTuple):
 class Server:
     """A `minserve launch` under observation."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.port = port
         self._main = psutil.Process(process.pid)
+        self._log = log
+
+    def errors(self) -> list[str]:
+        """Lines of its log that tell of errors."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return [line for line in lines if re.search(r" (ERROR|CRITICAL) |^Traceback", line)]
 
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
@@ -84,19 +92,26 @@ class Server:
 
 @contextlib.contextmanager
 def serving(flags: list[str]) -> Iterator[Server]:
+    """A server that is ready; its log goes to a file, which never fills up as a pipe would."""
     command = [sys.executable, "-m", "minserve", "launch", "--port", "0", *flags]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert process.stdout is not None
-    try:
-        port = next(int(found[1]) for line in process.stdout if (found := re.search(r"listening on http://\S+:(\d+)", line)))
-        for line in process.stdout:
-            if ": ready: " in line:
-                break
-        yield Server(process, port)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+    with tempfile.NamedTemporaryFile(prefix="minserve-", suffix=".log") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            port = int(_await_line(process, Path(log.name), r"listening on http://\S+:(\d+)"))
+            _await_line(process, Path(log.name), r"(: ready: )")
+            yield Server(process, port, Path(log.name))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _await_line(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+    while (found := re.search(pattern, text := log.read_text(errors="replace"))) is None:
+        if process.poll() is not None:
+            raise ConnectionError(f"the server ended:\n{text}")
+        time.sleep(0.05)
+    return found[1]
 
 
 def request(*, version: bytes = b"1.1", **fields: object) -> bytes:
