@@ -14,11 +14,11 @@ from minserve import config as configuration
 from minserve.messages import Call, encode_body
 from minserve.server import metrics, openai
 from minserve.server.api_errors import ApiError, bad_request, unavailable
-from minserve.server.exchange import BodyReader, Exchange
 from minserve.server.fields import Fields, decode_object
 from minserve.server.front import Front
 from minserve.server.generate import INLINE_BYTES
 from minserve.server.generation import LoadedModel
+from minserve.server.http import MODELS, BodyReader, Exchange
 from minserve.server.options import token_ids
 from minserve.server.prompts import render
 
@@ -73,8 +73,8 @@ class AdminEndpoints:
         model = self._front.loaded()
         return exchange.json({"object": "list", "data": [_card(model, name) for name in model.facts.names]})
 
-    async def model(self, exchange: Exchange, name: str) -> web.StreamResponse:
-        model = self._front.loaded()
+    async def model(self, exchange: Exchange) -> web.StreamResponse:
+        model, name = self._front.loaded(), exchange.path.removeprefix(MODELS)
         if name not in model.facts.names:
             raise openai.unknown_model(name, model.facts)
         return exchange.json(_card(model, name))

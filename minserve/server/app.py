@@ -1,4 +1,4 @@
-"""The front's life: listen, load, serve, drain, leave with an exit code. Knows nothing of what is answered."""
+"""The front's life: listen, load, serve, drain, leave with an exit code; and which path is answered by what."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from aiohttp import web
 
 from minserve.config import Config
 from minserve.errors import ExitCode
+from minserve.server.admin import AdminEndpoints
 from minserve.server.api_errors import unavailable
 from minserve.server.engine_client import Death
 from minserve.server.engine_pool import EnginePool
 from minserve.server.front import Front, Siblings
-from minserve.server.generate import SlowReaders
-from minserve.server.http import HttpServer
+from minserve.server.generate import ANSWERS, GenerateEndpoints, SlowReaders
+from minserve.server.http import MODELS, BodyReader, HttpServer, Routes
+from minserve.server.page import Page
 
 log = logging.getLogger("minserve.server")
 
@@ -31,6 +33,8 @@ LISTEN_BACKLOG = 4096
 """Connections of a burst that may wait to be accepted; the kernel caps it at net.core.somaxconn."""
 UNSENT_BYTES = 1 << 17
 """What the kernel holds of an answer that its client does not read; without this bound, megabytes."""
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""Asked without a key, by probes and balancers."""
 _SWEEP_SECONDS = 1.0
 _ENGINES_LEAVE_WITHIN = 5.0
 _CONNECTIONS_CLOSE_WITHIN = 1.0
@@ -56,7 +60,7 @@ async def serve(
     try:
         async with (
             front.siblings.answering(front.answers_for_siblings()),
-            _listening(HttpServer(front, slow_readers), listen_socket),
+            _listening(_http(front, slow_readers), listen_socket),
         ):
             with _signals() as signals:
                 return await _live(front, engine_sockets, slow_readers, signals, url)
@@ -196,6 +200,29 @@ def _url(host: str, port: int) -> str:
     """Where this machine reaches the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _http(front: Front, slow_readers: SlowReaders) -> HttpServer:
+    """Every path and what answers it."""
+    bodies, page = BodyReader(front.config.max_body_bytes), Page()
+    admin, generate = AdminEndpoints(front, bodies), GenerateEndpoints(front, bodies, slow_readers)
+    routes: Routes = {
+        **dict.fromkeys(page.paths, ("GET", page.file)),
+        "/health": ("GET", admin.health),
+        "/ready": ("GET", admin.ready),
+        "/version": ("GET", admin.version),
+        "/metrics": ("GET", admin.metrics),
+        "/server_info": ("GET", admin.server_info),
+        "/v1/models": ("GET", admin.models),
+        MODELS: ("GET", admin.model),
+        **{path: ("POST", generate.answering(prepare)) for path, prepare in ANSWERS.items()},
+        "/v1/messages/count_tokens": ("POST", generate.count_tokens),
+        "/tokenize": ("POST", admin.tokenize),
+        "/detokenize": ("POST", admin.detokenize),
+        "/abort_request": ("POST", admin.abort_request),
+        **{f"/{name}": ("POST", admin.control(name)) for name in ("flush_cache", "start_profile", "stop_profile")},
+    }
+    return HttpServer(front.config, routes, _OPEN_PATHS | page.paths)
 
 
 @contextlib.asynccontextmanager

@@ -19,9 +19,9 @@ from aiohttp import web
 from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
 from minserve.server.completions import CHAT, COMPLETION, CompletionWriter
-from minserve.server.exchange import BodyReader, Exchange
 from minserve.server.front import HEAVY_BYTES, Front
 from minserve.server.generation import Generation, LoadedModel, Piece, Prompt
+from minserve.server.http import BodyReader, Exchange
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
 from minserve.server.prompts import asks_for_grammar, prepare_chat, prepare_completion

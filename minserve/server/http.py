@@ -1,45 +1,165 @@
-"""HTTP itself: paths to endpoints, keys, CORS, and every fault as JSON. Knows nothing of what endpoints do."""
+"""HTTP itself: bodies within limits, keys, CORS, and every answer and fault as JSON. Knows nothing of what endpoints do."""
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import contextlib
+import dataclasses
 import hmac
 import logging
 import re
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
+from minserve import __version__
+from minserve.config import Config
 from minserve.server import messages_api
-from minserve.server.admin import AdminEndpoints
-from minserve.server.api_errors import ApiError
-from minserve.server.exchange import BodyReader, Exchange, open_exchange, preflight
-from minserve.server.front import Front
-from minserve.server.generate import ANSWERS, GenerateEndpoints, SlowReaders
-from minserve.server.page import Page
+from minserve.server.api_errors import RETRY_AFTER_SECONDS, ApiError, bad_request
+
+_LONGEST_REQUEST_ID = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request and the headers that its answer carries in any case."""
+
+    request: web.BaseRequest
+    path: str
+    """Without the slashes that were one too many."""
+    request_id: str
+    """What the client named the exchange; an own name when it gave none."""
+    headers: dict[str, str]
+    error_body: Callable[[ApiError], bytes]
+    """An error as clients of the endpoint's API read it."""
+
+    def json(self, value: Any, status: int = 200) -> web.Response:
+        return self.raw_json(msgspec.json.encode(value), status)
+
+    def raw_json(self, body: bytes, status: int = 200) -> web.Response:
+        return web.Response(body=body, status=status, headers=self.headers, content_type="application/json")
+
+    def error(self, error: ApiError) -> web.Response:
+        response = self.raw_json(self.error_body(error), error.status)
+        if error.retry_after:
+            response.headers["Retry-After"] = str(error.retry_after)
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+
+def open_exchange(
+    request: web.BaseRequest, path: str, cors_origins: tuple[str, ...], error_body: Callable[[ApiError], bytes]
+) -> Exchange:
+    """Names the exchange and settles the headers of its answer."""
+    given = request.headers.get("x-request-id", "")
+    usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isprintable() and given.isascii()
+    request_id = given if usable else uuid.uuid4().hex
+    headers = {"x-request-id": request_id, "Server": f"minserve/{__version__}"}
+    origin = request.headers.get("Origin")
+    if origin is not None and cors_origins:
+        headers["Vary"] = "Origin"
+        if "*" in cors_origins or origin in cors_origins:
+            headers["Access-Control-Allow-Origin"] = "*" if "*" in cors_origins else origin
+            headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+    return Exchange(request, path, request_id, headers, error_body)
+
+
+def preflight(exchange: Exchange) -> web.Response:
+    """The answer to a browser that asks what it may send."""
+    asked = exchange.request.headers.get("Access-Control-Request-Headers", "authorization, content-type")
+    allowed = {"Access-Control-Allow-Methods": "GET, POST, OPTIONS", "Access-Control-Allow-Headers": asked}
+    return web.Response(status=204, headers={**exchange.headers, **allowed, "Access-Control-Max-Age": "600"})
+
+
+READ_TIMEOUT_SECONDS = 300.0
+"""A body that takes longer to arrive is given up."""
+BODIES_AT_ONCE = 4
+"""Bodies of the largest size that may be held at the same time."""
+
+
+class BodyReader:
+    """Counts the bytes of all bodies from their first byte until they have become token ids."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body = max_body_bytes
+        self._max_held = BODIES_AT_ONCE * max_body_bytes
+        self._held = 0
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
+        """A JSON body. Raises ApiError: 400 wrong type or broken encoding, 408 too slow, 413 too large, 429 too many at once."""
+        _check_type(request)
+        if (request.content_length or 0) > self._max_body:
+            raise self._too_large()
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        held = 0
+        try:
+            body = bytearray()  # grows in place: joining parts would copy tens of megabytes at once
+            try:
+                async with asyncio.timeout(READ_TIMEOUT_SECONDS):
+                    while part := await request.content.readany():
+                        held += len(part)
+                        self._held += len(part)
+                        if held > self._max_body:
+                            raise self._too_large()
+                        if self._held > self._max_held:
+                            raise _too_many()
+                        body += part
+            except TimeoutError:
+                raise ApiError(408, f"The body did not arrive within {READ_TIMEOUT_SECONDS:g} s") from None
+            except (web.RequestPayloadError, HttpProcessingError) as error:
+                raise bad_request(f"The body cannot be read: {error}", "body") from None
+            yield body
+        finally:
+            self._held -= held
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is over the limit of {self._max_body} bytes", param="body", code="body_too_large")
+
+
+def _too_many() -> ApiError:
+    message = "Too many large bodies at once; try again later"
+    return ApiError(429, message, code="bodies_too_large", retry_after=RETRY_AFTER_SECONDS)
+
+
+def _check_type(request: web.BaseRequest) -> None:
+    """Clients that name no type are believed to send JSON; any other type is not JSON."""
+    if "Content-Type" not in request.headers:
+        return
+    kind = request.content_type
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise bad_request(f"Content-Type is {kind[:80]!r}; it must be application/json", "Content-Type")
+
 
 log = logging.getLogger("minserve.server")
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
-"""Asked without a key, by probes and balancers."""
 _SLASHES = re.compile("/{2,}")
 
 Endpoint = Callable[[Exchange], Awaitable[web.StreamResponse]]
+Routes = Mapping[str, tuple[str, Endpoint]]
+"""Path to method and endpoint."""
+MODELS = "/v1/models/"
+"""Stands for all paths below it: names of models may hold slashes."""
 
 
 class HttpServer(web.Server):
     """aiohttp's low-level server with our dispatch; a client that leaves cancels the handler of its request."""
 
-    def __init__(self, front: Front, slow_readers: SlowReaders) -> None:
+    def __init__(self, config: Config, routes: Routes, open_paths: frozenset[str]) -> None:
+        """`open_paths`: asked without a key."""
         super().__init__(self._dispatch, handler_cancellation=True, access_log=None, logger=log)
-        self._cors_origins = front.config.cors_origins
-        self._keys = [key.encode() for key in front.config.api_key]
-        bodies = BodyReader(front.config.max_body_bytes)
-        self._admin = AdminEndpoints(front, bodies)
-        self._page = Page()
-        self._open_paths = _OPEN_PATHS | self._page.paths
-        self._routes = _routes(GenerateEndpoints(front, bodies, slow_readers), self._admin)
+        self._cors_origins = config.cors_origins
+        self._keys = [key.encode() for key in config.api_key]
+        self._routes = routes
+        self._open_paths = open_paths
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -47,11 +167,11 @@ class HttpServer(web.Server):
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         path = _SLASHES.sub("/", request.path).rstrip("/") or "/"
         is_anthropic = path.startswith("/v1/messages")
-        exchange = open_exchange(request, self._cors_origins, messages_api.error_body if is_anthropic else ApiError.body)
+        exchange = open_exchange(request, path, self._cors_origins, messages_api.error_body if is_anthropic else ApiError.body)
         if is_anthropic:
             exchange.headers["request-id"] = exchange.request_id
         try:
-            return await self._answer(exchange, path)
+            return await self._answer(exchange)
         except ApiError as error:
             return exchange.error(error)
         except ConnectionError:
@@ -60,19 +180,16 @@ class HttpServer(web.Server):
             log.exception("a request failed (x-request-id %s, %s %s)", exchange.request_id, request.method, request.path)
             return exchange.error(ApiError(500, f"Internal error; its record is under x-request-id {exchange.request_id}"))
 
-    async def _answer(self, exchange: Exchange, path: str) -> web.StreamResponse:
-        request = exchange.request
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+        request, path = exchange.request, exchange.path
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers and self._cors_origins:
             return preflight(exchange)
         if self._keys and path not in self._open_paths:
             self._check_key(request)
-        method, endpoint = self._routes.get(path, ("GET", None))
-        if path.startswith("/v1/models/"):
-            endpoint = functools.partial(self._admin.model, name=path.removeprefix("/v1/models/"))
-        elif path in self._page.paths:
-            endpoint = functools.partial(self._page.file, path=path)
-        if endpoint is None:
+        route = self._routes.get(path) or self._routes.get(MODELS if path.startswith(MODELS) else "")
+        if route is None:
             raise ApiError(404, f"There is no endpoint {path[:200]!r}", code="unknown_path")
+        method, endpoint = route
         if request.method != method and not (request.method == "HEAD" and method == "GET"):
             exchange.headers["Allow"] = method
             message = f"{path} answers {method}, not {request.method[:20]}"
@@ -109,21 +226,3 @@ class _Connection(RequestHandler):
         response = web.Response(body=error.body(), status=status, content_type="application/json")
         response.force_close()
         return response
-
-
-def _routes(generate: GenerateEndpoints, admin: AdminEndpoints) -> dict[str, tuple[str, Endpoint]]:
-    """Path to method and endpoint."""
-    return {
-        "/health": ("GET", admin.health),
-        "/ready": ("GET", admin.ready),
-        "/version": ("GET", admin.version),
-        "/metrics": ("GET", admin.metrics),
-        "/server_info": ("GET", admin.server_info),
-        "/v1/models": ("GET", admin.models),
-        **{path: ("POST", generate.answering(prepare)) for path, prepare in ANSWERS.items()},
-        "/v1/messages/count_tokens": ("POST", generate.count_tokens),
-        "/tokenize": ("POST", admin.tokenize),
-        "/detokenize": ("POST", admin.detokenize),
-        "/abort_request": ("POST", admin.abort_request),
-        **{f"/{name}": ("POST", admin.control(name)) for name in ("flush_cache", "start_profile", "stop_profile")},
-    }

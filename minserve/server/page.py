@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from minserve.server.exchange import Exchange
+from minserve.server.http import Exchange
 
 DIRECTORY = Path(__file__).parent / "web"
 
@@ -33,8 +33,8 @@ class Page:
     def paths(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    async def file(self, exchange: Exchange, path: str) -> web.StreamResponse:
-        content_type, body = self._files[path]
+    async def file(self, exchange: Exchange) -> web.StreamResponse:
+        content_type, body = self._files[exchange.path]
         tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
         headers = {**exchange.headers, **_HEADERS, "ETag": tag}
         if exchange.request.headers.get("If-None-Match") == tag:
