@@ -171,10 +171,12 @@ def _filled(layer: MixtureOfExperts, device: torch.device) -> MixtureOfExperts:
 
 def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: Lanes) -> dict[int, float]:
     device = shape.device
+    inputs: list[Tensor] = []  # the graphs read them where they lie
 
     def prepare(size: int) -> Callable[[Variant, CaptureFlags], Tensor]:
         hidden = torch.randn(size, shape.config.hidden_size, dtype=shape.dtype, device=device)
         num_tokens = torch.tensor([size], dtype=torch.int32, device=device)
+        inputs.extend((hidden, num_tokens))
         no_attention = typing.cast(AttentionMetadata, None)  # the MoE body reads nothing of it
 
         @torch.inference_mode()

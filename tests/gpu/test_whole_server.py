@@ -21,7 +21,8 @@ SMALL = ("--device", "cuda", "--max-num-seqs", "4", "--num-pages", "500", "--max
 @pytest.mark.parametrize("plan", ["serial", "overlap"])
 def test_a_disposing_kernel_keeps_the_server_from_readiness(plan: str, flag: str, tmp_path: Path) -> None:
     """The same engine is let through when the capture flag reaches its kernel."""
-    environment = {"PYTHONPATH": str(TESTS), "MINSERVE_TEST_FLAG": flag}
+    folders = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"PYTHONPATH": folders, "MINSERVE_TEST_FLAG": flag}
     words = [*SMALL, "--stack", "torch-gpu", "--shared-expert", plan]
     server = server_process.ServerProcess(words, tmp_path / "log", environment, engine_module="gpu.faulty_engine")
     try:
