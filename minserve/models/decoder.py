@@ -118,8 +118,8 @@ class Decoder(nn.Module):
         return None
 
     def expert_load(self) -> dict[int, list[int]]:
-        """Layer to the (token, expert) pairs that this rank has computed for each of the model's experts so far; empty where all
-        experts are here. Waits for the device."""
+        """Layer to the (token, expert) pairs that this rank has computed for each of the model's experts so far; empty on a GPU
+        that has all experts. Waits for the device."""
         sparse = {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MixtureOfExperts)}
         loads = {index: mlp.experts.expert_load() for index, mlp in sparse.items()}
         return {index: load for index, load in loads.items() if load is not None}

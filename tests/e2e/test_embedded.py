@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from server_process import ServerProcess, serving
@@ -78,3 +79,14 @@ def test_the_eval_of_no_server_exits_3() -> None:
     assert done.returncode == 3
     assert "cannot reach" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_cpu_counts_what_each_expert_gets_beside_a_fused_shared_one(tmp_path: Path) -> None:
+    with serving("--shared-expert", "fused", log=tmp_path / "log") as server:
+        body = {"prompt": "1 + 2 = ", "max_tokens": 5, "ignore_eos": True}
+        assert server.request("POST", "/v1/completions", body)[0] == 200
+        (rank,) = server.request("GET", "/server_info")[1]["ranks"]
+    loads = rank["now"]["expert_load"].values()
+    num_tokens = rank["now"]["stats"]["prefix_cache_queries"] + 4  # the last token drawn is never computed
+    assert {len(load) for load in loads} == {16}
+    assert {sum(load) for load in loads} == {num_tokens * 4}

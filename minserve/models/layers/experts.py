@@ -28,7 +28,7 @@ class Experts(nn.Module):
     slots: Tensor | None
     """int32 [experts of the model, C]: each one's slots in turn; None when each sits in its own."""
     load: Tensor | None
-    """int64, one a slot of this rank, after one for no slot: (token, slot) pairs so far. None where all experts are here."""
+    """int64, one a slot of this rank, after one for no slot: (token, slot) pairs so far. None on a GPU that has all experts."""
 
     def __init__(self, prefix: str, hidden_size: int, config: MoeConfig, build: BuildContext) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Experts(nn.Module):
         identity = self.placement.is_identity
         slots = None if identity else torch.tensor(self.placement.replica_table(), dtype=torch.int32, device=build.device)
         self.register_buffer("slots", slots, persistent=False)
-        spread = self.placement.num_ranks > 1
-        load = torch.zeros(count + 1, dtype=torch.int64, device=build.device) if spread else None
+        counted = self.placement.num_ranks > 1 or build.device.type == "cpu"  # launches that a GPU alone can do without
+        load = torch.zeros(count + 1, dtype=torch.int64, device=build.device) if counted else None
         self.register_buffer("load", load, persistent=False)
 
     def _matrices(self, count: int, rows: int, columns: int, build: BuildContext) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -78,6 +78,8 @@ class Experts(nn.Module):
         for name, values in zip(("w2", "w2_scale"), self._stored(mlp.down), strict=True):
             if values is not None:
                 self._extend(name, values.unflatten(1, (count, -1)).transpose(0, 1))
+        if self.load is not None:
+            self.load = self.load.new_zeros(self.load.shape[0] + count)
 
     def _stored(self, layer: Linear) -> tuple[Tensor, Tensor | None]:
         if self.kept == "fp8_block":
@@ -138,7 +140,7 @@ class Experts(nn.Module):
         if self.load is None:
             return None
         counts = [0] * self.placement.num_experts
-        for expert, count in zip(self.placement.local_experts, self.load[1:].tolist(), strict=True):
+        for expert, count in zip(self.placement.local_experts, self.load[1:].tolist(), strict=False):  # then appended slots
             counts[expert] = count
         return counts
 

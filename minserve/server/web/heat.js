@@ -28,7 +28,7 @@ export class HeatMap {
     byId("heat").hidden = byId("load-details").hidden = !known;
     byId("load-hint").textContent = known
       ? `One row a layer, one column an expert; the stronger the colour, the more tokens, up to ${HOTTEST} times the layer's mean.`
-      : "No expert has been counted yet.";
+      : "Nothing is counted yet; a GPU that has all experts does not count.";
     if (!known) return;
     this.#draw();
     const rows = this.#layers.map(({ layer, counts, mean }) => {
