@@ -32,7 +32,7 @@ from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
 from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check, shared_expert
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes
+from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
@@ -42,6 +42,10 @@ from minserve.runtime.shared_expert import Shape, SharedExpertPlan
 from minserve.runtime.startup import Timeline
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+PREFILL_FLOOR_SECONDS = 0.08
+"""On a GPU a step that reads prompts may always take so long: any prompt token reads nearly all experts, which alone is several
+times what few decode rows take."""
 
 log = logging.getLogger("minserve.runtime")
 
@@ -91,7 +95,8 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     group.wait_for_all("compiled")  # the first exchange of tokens must not wait for a rank that still reads or compiles
     size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
-    limits = _limits(config, model_config, num_pages=size.num_pages, max_model_len=size.max_model_len)
+    on_gpu = backend.device.type == "cuda"
+    limits = _limits(config, model_config, on_gpu=on_gpu, num_pages=size.num_pages, max_model_len=size.max_model_len)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
@@ -165,16 +170,20 @@ def graph_sizes(config: Config, device: torch.device) -> tuple[int, ...]:
 
 
 def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str, Any]:
-    """Capture the decode steps and hand them to the runner; for /server_info: sizes and memory."""
+    """Capture all steps and hand them to the runner; for /server_info: sizes and memory of those of decode rows."""
     sizes = graph_sizes(config, runner.device)
     if not sizes:
         if config.enforce_eager:
             runner.eager_reason = "--enforce-eager"
         return {"captured_batch_sizes": [], "graph_memory_bytes": {}}
     timeline.begin("graphs")
-    graphs = DecodeGraphs(runner.prepare_padding, sizes, CudaRecorder(runner.device), runner.kernels.forget_graphs)
+    recorder, mixed = CudaRecorder(runner.device), None
+    if config.ep_size == 1:  # ranks that share experts exchange a mixed step's tokens eagerly
+        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes(runner.limits.max_step_tokens), recorder, kind="mixed")
+        mixed.capture()
+    graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder, runner.kernels.forget_graphs)
     graphs.capture(timeline.progress)
-    runner.use_graphs(graphs)
+    runner.use_graphs(graphs, mixed)
     memory = {str(batch): graphs.memory_bytes[batch] for batch in sizes}
     parts = ", ".join(f"{batch}: {gigabytes(count)}" for batch, count in memory.items())
     log.info("decode graphs take %s (by batch size, the largest captured first: %s)", gigabytes(sum(memory.values())), parts)
@@ -314,7 +323,7 @@ def _host_memory(config: Config, ranks_per_host: int) -> tuple[int, str]:
     raise DoesNotFit(f"--cpu-kv-cache-bytes {wanted}: this machine has {available} bytes of free memory")
 
 
-def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_model_len: int) -> Limits:
+def _limits(config: Config, model_config: ModelConfig, *, on_gpu: bool, num_pages: int, max_model_len: int) -> Limits:
     return Limits(
         max_num_seqs=config.max_num_seqs,
         chunked_prefill_size=config.chunked_prefill_size,
@@ -323,6 +332,7 @@ def _limits(config: Config, model_config: ModelConfig, *, num_pages: int, max_mo
         num_pages=num_pages,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
+        prefill_floor_seconds=PREFILL_FLOOR_SECONDS if on_gpu else 0.0,
         enable_prefix_caching=config.enable_prefix_caching,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from minserve.kernels.interface import Kernels, kv_page_shape
 from minserve.models.load_report import gigabytes
 from minserve.models.model import Model
 from minserve.request import SamplingParams
-from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs
+from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs, mixed_sizes
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -25,7 +26,7 @@ def left_for_cache(
     config: Config, model: Model, kernels: Kernels, kv_dtype: torch.dtype, device: torch.device, graph_sizes: Sequence[int]
 ) -> int:
     """Bytes, possibly negative. Runs the largest step on a cache of the dummy page alone to see what a step takes, and captures
-    the largest of `graph_sizes` there to see what all will take; without sizes there are no graphs."""
+    the largest of `graph_sizes` and of mixed steps there to see what all will take; without sizes there are no graphs."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     limits = trial_limits(config, model)
@@ -35,30 +36,37 @@ def left_for_cache(
     torch.cuda.reset_peak_memory_stats(device)
     runner.launch(trial_step(limits)).result()
     step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    graphs = graph_bytes(runner, graph_sizes)
+    mixed = mixed_sizes(limits.max_step_tokens) if graph_sizes and config.ep_size == 1 else ()
+    graphs = graph_bytes(runner, graph_sizes, mixed)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)  # the trial's buffers still live: the real ones are as large
     log.info("memory: a step takes up to %s, graphs up to %s", gigabytes(step_bytes), gigabytes(graphs))
     return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - graphs
 
 
-def graph_bytes(runner: ModelRunner, sizes: Sequence[int]) -> int:
-    """What graphs of these sizes take together, from a trial capture of the largest.
+def graph_bytes(runner: ModelRunner, sizes: Sequence[int], mixed: Sequence[int] = ()) -> int:
+    """What graphs of these decode and mixed steps take together, from a trial capture of the largest of each.
 
     The pool's working memory is shared, so it is needed once; each size keeps its own outputs and its own driver memory.
     """
-    if not sizes:
-        return 0
-    device, config = runner.device, runner.model.config
-    graphs = DecodeGraphs(runner.prepare_padding, [max(sizes)], CudaRecorder(device), runner.kernels.forget_graphs)
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved(device)
-    graphs.capture()
-    whole = graphs.memory_bytes[max(sizes)]
-    in_driver = max(0, whole - (torch.cuda.memory_reserved(device) - reserved))
-    graphs.destroy()
-    outputs = (sum(sizes) - max(sizes)) * (4 * config.vocab_size + 4 * config.hidden_size) * len(VARIANTS)
-    return whole + in_driver * (len(sizes) - 1) + outputs
+    device, config, recorder = runner.device, runner.model.config, CudaRecorder(runner.device)
+    trials: list[tuple[DecodeGraphs[Any], Sequence[int], int]] = []
+    if mixed:
+        trials.append((DecodeGraphs(runner.prepare_prompts, [max(mixed)], recorder, kind="mixed"), mixed, 4 * config.hidden_size))
+    if sizes:
+        decode = DecodeGraphs(runner.prepare_padding, [max(sizes)], recorder, runner.kernels.forget_graphs)
+        trials.append((decode, sizes, (4 * config.vocab_size + 4 * config.hidden_size) * len(VARIANTS)))
+    total = 0
+    for graphs, all_sizes, bytes_each in trials:
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(device)
+        graphs.capture()
+        whole = graphs.memory_bytes[max(all_sizes)]
+        in_driver = max(0, whole - (torch.cuda.memory_reserved(device) - reserved))
+        total += whole + in_driver * (len(all_sizes) - 1) + (sum(all_sizes) - max(all_sizes)) * bytes_each
+    for graphs, _, _ in trials:
+        graphs.destroy()
+    return total
 
 
 def trial_limits(config: Config, model: Model) -> Limits:
