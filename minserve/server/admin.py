@@ -1,10 +1,12 @@
-"""The endpoints that do not generate: health, models, tokenising, metrics, control. Knows HTTP, and engines only by name."""
+"""The endpoints that do not generate: health, models, tokenising, metrics, control, and the page. Knows engines only by name."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -195,3 +197,40 @@ def _check_size(text: str, model: LoadedModel, param: str) -> None:
     num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
     if num_bytes > limit:
         raise bad_request(f"{param} has {num_bytes} bytes of text; {limit} can be tokenized at once", param)
+
+
+PAGE_DIRECTORY = Path(__file__).parent / "web"
+
+_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Page:
+    """Answers without a key: the files say nothing of the server, and what they ask it needs the key."""
+
+    def __init__(self) -> None:
+        files = [file for file in PAGE_DIRECTORY.iterdir() if file.suffix in _PAGE_TYPES]
+        self._files = {_path(file.name): (_PAGE_TYPES[file.suffix], file.read_bytes()) for file in files}
+
+    @property
+    def paths(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    async def file(self, exchange: Exchange) -> web.StreamResponse:
+        content_type, body = self._files[exchange.path]
+        tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        headers = {**exchange.headers, **_PAGE_HEADERS, "ETag": tag}
+        if exchange.request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers=headers, content_type=content_type, charset="utf-8")
+
+
+def _path(name: str) -> str:
+    return "/" if name == "index.html" else f"/web/{name}"

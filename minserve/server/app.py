@@ -18,14 +18,13 @@ from aiohttp import web
 
 from minserve.config import Config
 from minserve.errors import ExitCode
-from minserve.server.admin import AdminEndpoints
+from minserve.server.admin import AdminEndpoints, Page
 from minserve.server.api_errors import unavailable
 from minserve.server.engine_client import Death
 from minserve.server.engine_pool import EnginePool
 from minserve.server.front import Front, Siblings
 from minserve.server.generate import ANSWERS, GenerateEndpoints, SlowReaders
 from minserve.server.http import MODELS, BodyReader, HttpServer, Routes
-from minserve.server.page import Page
 
 log = logging.getLogger("minserve.server")
 
