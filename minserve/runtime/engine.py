@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -299,6 +300,10 @@ def serve(connection: FrontConnection, seat: Seat = ALONE) -> ExitCode:
     except ServerError as error:
         return _last_word(connection, error.exit_code, str(error))
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = error.filename or "a compiled kernel"
+            message = f"{error.strerror} for {what}: make room, or name another folder with --kernel-cache"
+            return _last_word(connection, ExitCode.ENVIRONMENT, message)
         log.exception("the engine ends")
         return _last_word(connection, ExitCode.INTERNAL, f"the engine failed: {type(error).__name__}: {error}")
     return ExitCode.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import signal
@@ -121,6 +122,16 @@ def test_a_first_frame_that_is_no_config_is_a_fault_of_this_program(monkeypatch)
     front, code = serve_in_thread(b"\x01\x00\x00\x00\xc1", monkeypatch)
     assert code == 1
     assert "Decode" in front.messages[-1].message
+
+
+def test_a_full_disk_ends_with_a_sentence(tiny_dir, monkeypatch):
+    def assemble(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(engine_module, "assemble", assemble)
+    front, code = serve_in_thread(frame(configuration.encode(config(tiny_dir("qwen3_moe")))), monkeypatch)
+    assert code == 3
+    assert "No space left on device for a compiled kernel: make room" in front.messages[-1].message
 
 
 def test_a_process_that_fails_ends_with_the_code_and_without_a_traceback(tiny_dir, tmp_path):
