@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from server_process import serving
 
-from minserve.server.page import DIRECTORY
+from minserve.server.admin import PAGE_DIRECTORY
 from tests.server.conftest import Edge, Vocabulary, says
 
 Start = Callable[..., AbstractContextManager[Edge]]
@@ -76,7 +76,7 @@ def is_accessible(page: Page) -> None:
 
 
 def test_the_page_is_small_and_asks_nobody_else() -> None:
-    files = list(DIRECTORY.iterdir())
+    files = list(PAGE_DIRECTORY.iterdir())
     assert sum(file.stat().st_size for file in files) < MOST_BYTES
     named = {url for file in files for url in re.findall(r"https?://[^\s\"'`)]+", file.read_text())}
     assert named == {"http://www.w3.org/2000/svg"}, "a name of SVG, never asked for; anything else would be"
@@ -90,7 +90,7 @@ def test_the_policy_lets_a_browser_run_nothing_but_the_pages_own_files(scripted:
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert scripted.get("/", {"If-None-Match": answer.headers["ETag"]}).status == 304
     assert scripted.get("/web/main.js").headers["Content-Type"] == "text/javascript; charset=utf-8"
-    for path in ("/web/../page.py", "/web/", "/web", "/web/nothing.js"):
+    for path in ("/web/../admin.py", "/web/", "/web", "/web/nothing.js"):
         assert scripted.get(path).status == 404
 
 
