@@ -19,7 +19,7 @@ def hopper(device: torch.device, name: str = "hopper") -> Kernels:
     triton = TritonAttention(device)
     attention, products = FlashInferAttention(device, triton), DeepGemmProducts()
     return dataclasses.replace(
-        torch_gpu.build(name, device, triton),
+        torch_gpu.build(name, triton),
         linear=products.linear,
         experts_flat=products.experts_flat,
         experts_masked=products.experts_masked,

@@ -1,4 +1,4 @@
-"""How our Triton kernels follow one another on a stream: programmatic dependent launch, and the last program of a group.
+"""How our Triton kernels follow one another on a stream: programmatic dependent launch.
 
 The rules that make an early start safe: every program of a kernel launched with `dependent_launch` calls `follow`, early
 returns included, and calls `lead` at any time. Before `follow` it touches only what no kernel of the step writes: weights, and
@@ -49,17 +49,3 @@ def fetch_ahead(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def is_last(arrivals, group, size):
-    """Whether this program is the last of its group's `size` to come here; it then sees all that the others stored before.
-
-    `arrivals` int32, zero for each group before the first launch, is zero again after. What others stored has to be loaded
-    past the first-level cache (cache_modifier=".cg").
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu") == size - 1
-    if last:
-        tl.store(arrivals + group, 0)
-    return last

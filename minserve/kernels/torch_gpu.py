@@ -14,23 +14,23 @@ from minserve.kernels.interface import Kernels
 
 def torch_gpu(device: torch.device) -> Kernels:
     """The stack's table for one device. Nothing in it plans on the host, so one plan serves every step of a shape."""
-    return build("torch-gpu", device, triton_attention.TritonAttention(device))
+    return build("torch-gpu", triton_attention.TritonAttention(device))
 
 
 def deterministic(device: torch.device) -> Kernels:
     """The stack in which a token's result depends on nothing but its own request: nothing is cut by the size of the step."""
-    table = build("deterministic", device, triton_attention.TritonAttention(device, fixed=True))
+    table = build("deterministic", triton_attention.TritonAttention(device, fixed=True))
     return dataclasses.replace(
         table,
         linear=triton_linear.fixed_linear,
-        route=triton_router.TritonRouter(device, fixed=True).route,
+        route=functools.partial(triton_router.route, fixed=True),
         experts_flat=functools.partial(triton_experts.experts_tiled, sizes=FIXED_SIZES),
         mla_inputs=functools.partial(triton_cache.mla_inputs, block_m=64),
         heads_linear=functools.partial(triton_cache.heads_linear, block_m=64),
     )
 
 
-def build(name: str, device: torch.device, attention: triton_attention.TritonAttention) -> Kernels:
+def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
     """The table around a given attention."""
     return Kernels(
         name=name,
@@ -38,7 +38,7 @@ def build(name: str, device: torch.device, attention: triton_attention.TritonAtt
         add_rms_norm=triton_rows.add_rms_norm,
         silu_and_mul=triton_rows.silu_and_mul,
         linear=triton_linear.linear,
-        route=triton_router.TritonRouter(device).route,
+        route=triton_router.route,
         experts_flat=triton_experts.experts_flat,
         experts_masked=triton_experts.experts_masked,
         gqa_inputs=triton_cache.gqa_inputs,

@@ -254,7 +254,7 @@ def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
     group = shape.num_heads // shape.num_kv_heads
     wide = shape.head_dim > 256
     if decode:
-        return _Tiles(16 if group <= 16 else 32, 32 if wide else 64, 4, 2 if wide else 3)
+        return _Tiles(16 if group <= 16 else 32, 64, 8 if wide else 4, 2 if wide else 3)
     return _Tiles(64, 32, 8, 2) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8, 2)
 
 

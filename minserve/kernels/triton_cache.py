@@ -110,7 +110,7 @@ def gqa_inputs(
     if tokens == 0:
         return q
     block_dim = triton.next_power_of_2(shape.head_dim)
-    block_heads = max(1, min((512 if tokens <= 32 else 2048) // block_dim, triton.next_power_of_2(heads)))
+    block_heads = max(1, min(1024 // block_dim, triton.next_power_of_2(heads)))
     _gqa_inputs_kernel[(tokens, triton.cdiv(heads, block_heads))](
         qkv,
         qkv if norms is None else norms.q,

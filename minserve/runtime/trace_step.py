@@ -231,7 +231,7 @@ def table(traced: StepTrace) -> Table:
             f"{len(launches) / traced.layers:.2f}",
             f"{total / len(launches):.2f}",
             f"{megabytes / len(launches):.2f}" if megabytes else "",
-            f"{megabytes / total * 1e6:,.0f}" if megabytes else "",
+            f"{megabytes / total * 1e3:,.0f}" if megabytes else "",
             f"{total / traced.span:.1%}",
         )
     return shown

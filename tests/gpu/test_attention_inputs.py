@@ -49,7 +49,7 @@ def test_gqa_inputs_equal_the_reference(
     wide_norms = HeadNorms(gains[0].float(), gains[1].float(), 1e-6) if normed else None
     table, positions, slots = rotary(rot, interleaved), torch.randint(0, 500, (tokens,), device=DEVICE), slots_of(tokens)
     pages = normal(10, *kv_page_shape(shape, PAGE))
-    before, truth = pages.clone(), pages.float()
+    before, truth = pages.clone(), pages.clone().float()
     q = kernels.gqa_inputs(qkv, norms, table, positions, pages, slots, shape)
     true_q = reference.gqa_inputs(qkv.float(), wide_norms, table, positions, truth, slots, shape)
     assert distance(q, true_q) < ERROR
@@ -72,7 +72,7 @@ def test_mla_inputs_equal_the_reference(
     gain, w_uk = normal(rank, dtype=dtype), kv_b[:, :nope]
     table, positions, slots = rotary(rope, interleaved), torch.randint(0, 500, (tokens,), device=DEVICE), slots_of(tokens)
     pages = normal(10, *kv_page_shape(shape, PAGE), dtype=dtype)
-    before, truth = pages.clone(), pages.float()
+    before, truth = pages.clone(), pages.clone().float()
     latent, turned = kernels.mla_inputs(q, kv, gain, 1e-6, w_uk, table, positions, pages, slots)
     wide = (q.float(), kv.float(), gain.float(), 1e-6, w_uk.float())
     true_latent, true_turned = reference.mla_inputs(*wide, table, positions, truth, slots)
