@@ -97,6 +97,10 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     on_gpu = backend.device.type == "cuda"
     limits = _limits(config, model_config, on_gpu=on_gpu, num_pages=size.num_pages, max_model_len=size.max_model_len)
+    if (
+        graph_sizes(config, backend.device) and config.ep_size == 1
+    ):  # ranks that share experts exchange such steps' tokens eagerly
+        limits = msgspec.structs.replace(limits, mixed_sizes=mixed_sizes(limits.max_step_tokens))
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
@@ -178,8 +182,8 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
         return {"captured_batch_sizes": [], "graph_memory_bytes": {}}
     timeline.begin("graphs")
     recorder, mixed = CudaRecorder(runner.device), None
-    if config.ep_size == 1:  # ranks that share experts exchange a mixed step's tokens eagerly
-        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes(runner.limits.max_step_tokens), recorder, kind="mixed")
+    if runner.limits.mixed_sizes:
+        mixed = DecodeGraphs(runner.prepare_prompts, runner.limits.mixed_sizes, recorder, kind="mixed")
         mixed.capture()
     graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder, runner.kernels.forget_graphs)
     graphs.capture(timeline.progress)

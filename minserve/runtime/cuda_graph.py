@@ -39,13 +39,13 @@ def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ..
 
 
 def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
-    """Tokens of the mixed steps to capture, ascending, each twice the last; the largest is the largest step that can be."""
-    sizes = {max_step_tokens}
-    size = _LEAST_MIXED_TOKENS
-    while size < max_step_tokens:
-        sizes.add(size)
-        size *= 2
-    return tuple(sorted(sizes))
+    """Tokens of the mixed steps to capture, ascending: doubling, from 1,024 on with a step between; the last is the largest step
+    that can be."""
+    sizes = [_LEAST_MIXED_TOKENS]
+    while sizes[-1] < max_step_tokens:
+        last = sizes[-1]
+        sizes.append(last * 2 if last < 1024 else last // 2 * 3 if last & (last - 1) == 0 else last // 3 * 4)
+    return (*(size for size in sizes if size < max_step_tokens), max_step_tokens)
 
 
 class Graph(Protocol):

@@ -5,6 +5,8 @@ Learns from the steps that ran: what a step of decode rows takes, and what promp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LEAST_TOKENS = 16
 """Prompts get on by this many tokens a step, whatever that takes."""
 REFRESH_STEPS = 32
@@ -21,13 +23,14 @@ FORGET = 0.9995
 class PrefillPace:
     """The number of prompt tokens that goes beside decode rows, set after each step by what it took."""
 
-    def __init__(self, ratio: float, most: int, floor_seconds: float = 0.0) -> None:
+    def __init__(self, ratio: float, most: int, floor_seconds: float = 0.0, step_sizes: Sequence[int] = ()) -> None:
         """A step with prompt tokens in it may take `ratio` times what its decode rows take alone, or `floor_seconds` if that is
-        more. most: tokens of any step."""
+        more. most: tokens of any step. step_sizes: the tokens to which steps are padded, ascending; none: they are not."""
         self._ratio = ratio
         self._floor_seconds = floor_seconds
+        self._step_sizes = step_sizes
         self._most = most
-        self._tokens = float(min(most, 4 * LEAST_TOKENS))
+        self._tokens = float(min(most, 1024 if floor_seconds else 4 * LEAST_TOKENS))
         self._decode_seconds: dict[int, float] = {}
         """By the binary length of the number of decode rows."""
         self._least_ratio = 1.0
@@ -41,7 +44,13 @@ class PrefillPace:
             return self._most
         if self._mixed_in_a_row >= REFRESH_STEPS or num_decode_rows.bit_length() not in self._decode_seconds:
             return 0
-        return max(1, min(self._most, int(self._tokens)))
+        return self._fit(num_decode_rows)
+
+    def _fit(self, num_decode_rows: int) -> int:
+        """What fits, in a step without padding if there is one."""
+        tokens = max(1, min(self._most, int(self._tokens)))
+        full = [size - num_decode_rows for size in self._step_sizes if num_decode_rows < size <= num_decode_rows + tokens]
+        return full[-1] if full else tokens
 
     def scheduled(self, num_decode_rows: int, num_prompt_tokens: int) -> None:
         """What the next step will be."""
@@ -58,9 +67,11 @@ class PrefillPace:
             # A pause of the machine is forgotten at once, a batch that grew slower is believed after some steps.
             self._decode_seconds[size] = seconds if seconds < before else 0.8 * before + 0.2 * min(seconds, 2 * before)
         elif size in self._decode_seconds:
-            self._adjust(self._decode_seconds[size], num_prompt_tokens, seconds)
+            self._adjust(
+                self._decode_seconds[size], num_prompt_tokens, seconds, full=num_prompt_tokens >= self._fit(num_decode_rows)
+            )
 
-    def _adjust(self, decode_seconds: float, num_tokens: int, seconds: float) -> None:
+    def _adjust(self, decode_seconds: float, num_tokens: int, seconds: float, *, full: bool) -> None:
         """Aim at the tokens whose time, added to the decode rows', is what may be taken."""
         if num_tokens <= LEAST_TOKENS:
             before = self._least_ratio
@@ -74,5 +85,5 @@ class PrefillPace:
         aim = num_tokens * max(allowed - 1, 0.0) / added
         if aim < self._tokens:
             self._tokens = max(aim, self._tokens / 4, min(LEAST_TOKENS, self._most))
-        elif num_tokens >= int(self._tokens):  # a prompt's short rest says little of larger pieces
+        elif full:  # a prompt's short rest says little of larger pieces
             self._tokens = min(aim, 1.5 * self._tokens, float(self._most))

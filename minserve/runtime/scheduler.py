@@ -36,6 +36,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A step that reads prompts beside decode rows may take this many times what the decode rows take alone."""
     prefill_floor_seconds: float = 0.0
     """Or so long, where that is more."""
+    mixed_sizes: tuple[int, ...] = ()
+    """Tokens to which steps that read prompts are padded, ascending; none: they are not."""
 
     @property
     def max_step_tokens(self) -> int:
@@ -51,7 +53,9 @@ class Scheduler:
             raise ValueError("max_model_len is more than the pages hold")
         self.limits = limits
         self.pages = PageAllocator(limits.num_pages, PrefixCache())
-        self._pace = PrefillPace(limits.prefill_step_ratio, limits.chunked_prefill_size, limits.prefill_floor_seconds)
+        self._pace = PrefillPace(
+            limits.prefill_step_ratio, limits.chunked_prefill_size, limits.prefill_floor_seconds, limits.mixed_sizes
+        )
         self._sequences: dict[int, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: collections.deque[Sequence] = collections.deque()

@@ -55,6 +55,18 @@ def test_a_floor_is_allowed_however_fast_decode_rows_are(decode_seconds: float) 
     assert sum(mixed[20:]) / len(mixed[20:]) > 0.8 * max(0.03, 2 * decode_seconds)
 
 
+def test_steps_are_as_large_as_they_are_padded() -> None:
+    """A machine that takes as long for a padded step as for a full one: no step is padded while prompts abound."""
+    sizes = (256, 512, 1024, 1536, 2048)
+
+    def machine(tokens: int) -> float:
+        return 0.02 + 2e-5 * next(size for size in sizes if size >= tokens + 8) if tokens else 0.02
+
+    chosen = run(machine, 200, pace=PrefillPace(2.0, MOST, 0.06, sizes))
+    assert {tokens + 8 for tokens in chosen if tokens} <= set(sizes)
+    assert chosen.count(1528) > 150  # 2,048 take longer than allowed, 1,536 do not
+
+
 def test_a_fast_reader_soon_gets_whole_chunks() -> None:
     chosen = run(lambda tokens: 0.01 + 1e-6 * tokens, 30)
     assert chosen[-1] == MOST
