@@ -47,8 +47,15 @@ def abilities(hidden_size: int, top_k: int, num_ranks: int, ranks_per_host: int)
     return Abilities(width, normal, tuple(verdicts))
 
 
-def capacity(max_num_seqs: int) -> int:
+SHARED_BLOCKS = 128
+"""Thread blocks of the low-latency kernels that one GPU holds at once: each takes a multiprocessor and waits there for the other
+ranks. Ranks that share a GPU must all find room, so each may have its part of them, one for an expert and one for a token."""
+
+
+def capacity(max_num_seqs: int, sharers: int = 1) -> int:
     """Tokens that a rank may send in a low-latency step, the same in all steps and on all ranks: every decode row and some of a
-    prompt's."""
+    prompt's. `sharers`: ranks that have the same GPU."""
+    if sharers > 1:
+        return SHARED_BLOCKS // sharers
     decode_rows = -(-max_num_seqs // _CAPACITY_STEP) * _CAPACITY_STEP
     return decode_rows + _CAPACITY_STEP

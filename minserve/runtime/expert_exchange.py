@@ -151,13 +151,19 @@ def _deep_ep(
     from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 
     assert group.collectives is not None
-    capacity = deep_ep_limits.capacity(config.max_num_seqs)
+    capacity = deep_ep_limits.capacity(config.max_num_seqs, group.sharers)
+    num_slots = placement.slots_per_rank * placement.num_ranks
+    if group.sharers > 1 and max(config.max_num_seqs, num_slots) > capacity:
+        raise UsageError(
+            f"{group.sharers} ranks on one GPU would wait for each other for ever: DeepEP's kernels have to fit it together, which "
+            f"they do with up to {capacity} experts (here {num_slots}) and --max-num-seqs {capacity} (here {config.max_num_seqs})"
+        )
     try:
         buffer = DeepEPBuffer(
             group.collectives,
             hidden_size=model_config.hidden_size,
             width=able.low_latency_width if mode != "normal" else None,
-            num_slots=placement.slots_per_rank * placement.num_ranks,
+            num_slots=num_slots,
             capacity=capacity,
             normal=mode != "low_latency",
         )

@@ -41,7 +41,6 @@ from minserve.seat import Seat
 ERROR = {"bf16": 0.01, "fp8": 0.06}
 """Relative, of a layer's output: rounding, and where activations are quantised that too."""
 REPLAYS = 1000
-CAPACITY = 128
 MARGIN = 0.5
 """Nats between the best two tokens within which other rounding may choose the other."""
 
@@ -70,7 +69,8 @@ def layers(group: Group, folder: Path) -> None:
     """Random experts and tokens, as many on each rank as it likes, through every way there is."""
     del folder
     kernels = stacks.build("hopper-ep", torch.device("cuda", torch.cuda.current_device()))
-    for hidden, inner, experts, top_k in ((2048, 768, 16, 8), (256, 128, 16, 4), (3584, 256, 32, 6)):
+    capacity = deep_ep_limits.capacity(64, group.sharers)
+    for hidden, inner, experts, top_k in ((2048, 256, 16, 8), (256, 128, 16, 4)):
         able = deep_ep_limits.abilities(hidden, top_k, group.seat.num_ranks, group.seat.num_ranks)
         assert able.normal and (able.low_latency_width == hidden) is (hidden == 2048)
         buffer = DeepEPBuffer(
@@ -78,14 +78,14 @@ def layers(group: Group, folder: Path) -> None:
             hidden_size=hidden,
             width=able.low_latency_width,
             num_slots=experts,
-            capacity=CAPACITY,
+            capacity=capacity,
             normal=True,
         )
         for kind in ("bf16", "fp8"):
             for name, dispatcher in dispatchers(group, buffer, experts, kind).items():
                 torch.manual_seed(7)  # the experts are the same on all ranks, the tokens are not
                 weights = expert_weights(experts, hidden, inner, kind)
-                for case, counts in enumerate(([5, 64, 1, 30], [0, 128, 7, 3], [1, 1, 1, 1], [64, 64, 64, 64])):
+                for case, counts in enumerate(([5, 30, 1, 9], [0, capacity, 7, 3], [1, 1, 1, 1], [32, 32, 32, 32])):
                     torch.manual_seed(100 * case + group.seat.rank)
                     count = counts[group.seat.rank]
                     x = torch.randn(count, hidden, device="cuda").bfloat16()
@@ -108,7 +108,7 @@ def dispatchers(group: Group, buffer: DeepEPBuffer, experts: int, kind: str) -> 
     assert group.collectives is not None
     num_ranks = group.seat.num_ranks
     ways: dict[str, Dispatcher] = {
-        "low-latency": DeepEPDispatcher(buffer, num_ranks, CAPACITY),
+        "low-latency": DeepEPDispatcher(buffer, num_ranks, buffer.capacity),
         "normal": DeepEPDispatcher(buffer, num_ranks, 0),
     }
     if group.sharers == 1:
@@ -147,7 +147,7 @@ def exchange(
 def replays(group: Group, folder: Path) -> None:
     """Rank 0 replays its smallest graph while the others replay their largest, many times: always the same, and what one rank
     says that has all experts."""
-    few, many = 1, 64 if group.seat.num_ranks == 2 else 16
+    few, many = 1, min(64, deep_ep_limits.capacity(64, group.sharers))
     way = connect(group, many)
     for kind, directory in (("bf16", EMBEDDED_DIRECTORY), ("fp8", folder / "fp8")):
         for policy in ("serial", "overlap"):

@@ -43,12 +43,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def connect(model: Path, stack: str = "hopper-ep", ranks: int = 2, hosts: int = 1, **settings: Any) -> Exchange:
+def connect(model: Path, stack: str = "hopper-ep", ranks: int = 2, hosts: int = 1, sharers: int = 1, **settings: Any) -> Exchange:
     """Rank 0's; the group has two ranks in truth."""
     store, config = dist.HashStore(), load_model_config(model)
     collectives = together(2, lambda rank: gloo(store, rank, 2))[0]
     seat = Seat(num_ranks=ranks, ranks_per_host=ranks // hosts)
-    group = Group(seat, StepAgreement(0, {}), collectives, None)
+    group = Group(seat, StepAgreement(0, {}), collectives, None, sharers)
     assert config.moe is not None
     placement = ExpertPlacement.spread(config.moe.num_experts, ranks, 0)
     return expert_exchange.connect(Config(ep_size=ranks, **settings), config, (placement, {}), stack, CPU, group)
@@ -114,6 +114,14 @@ def test_buffers_that_cannot_be_made_are_the_machines_fault(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "minserve.kernels.deep_ep_buffer", types.SimpleNamespace(DeepEPBuffer=refuse))
     with pytest.raises(EnvironmentFault, match="no peer access; --moe-dispatcher torch does without"):
         connect(SHAPES / "deepseek-v3")
+
+
+def test_ranks_that_share_a_gpu_must_fit_it_together(made: list[dict[str, Any]]) -> None:
+    assert connect(EMBEDDED_DIRECTORY, sharers=2, max_num_seqs=64).low_latency_rows == 64
+    for model, max_num_seqs in ((EMBEDDED_DIRECTORY, 65), (SHAPES / "deepseek-v3", 8)):
+        with pytest.raises(UsageError, match="2 ranks on one GPU would wait for each other for ever"):
+            connect(model, sharers=2, max_num_seqs=max_num_seqs)
+    assert len(made) == 1
 
 
 def test_widths_and_top_k_of_the_library() -> None:
