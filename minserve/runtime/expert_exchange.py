@@ -155,8 +155,8 @@ def _deep_ep(
     num_slots = placement.slots_per_rank * placement.num_ranks
     if group.sharers > 1 and max(config.max_num_seqs, num_slots) > capacity:
         raise UsageError(
-            f"{group.sharers} ranks on one GPU would wait for each other for ever: DeepEP's kernels have to fit it together, which "
-            f"they do with up to {capacity} experts (here {num_slots}) and --max-num-seqs {capacity} (here {config.max_num_seqs})"
+            f"{group.sharers} ranks on one GPU would wait for each other for ever: DeepEP's kernels have to fit it together, and "
+            f"do with up to {capacity} experts (here {num_slots}) and --max-num-seqs {capacity} (here {config.max_num_seqs})"
         )
     try:
         buffer = DeepEPBuffer(

@@ -72,7 +72,7 @@ def test_other_widths_are_padded_and_told(made: list[dict[str, Any]], caplog: py
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(16, 1), (4, 2)])
 def test_without_a_normal_mode_prompts_are_cut_to_the_capacity(made: list[dict[str, Any]], ranks: int, hosts: int) -> None:
-    exchange = connect(SHAPES / "deepseek-v3", ranks=ranks, hosts=hosts)
+    exchange = connect(SHAPES / "deepseek-v3", ranks=ranks, hosts=hosts, max_num_seqs=64)
     assert made[0]["normal"] is False
     assert exchange.adjusted(Config(ep_size=ranks)).chunked_prefill_size == exchange.low_latency_rows == 128
 
