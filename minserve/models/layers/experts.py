@@ -92,6 +92,10 @@ class Experts(nn.Module):
         stacked[: old.shape[0]].copy_(old)
         stacked[old.shape[0] :].copy_(slots)
         setattr(self, name, stacked)
+        del old
+        if stacked.is_cuda:
+            # Else the next, smaller stack is cut out of the old one's memory and keeps the rest of it from ever being used.
+            torch.cuda.empty_cache()
 
     def slots_of(self, expert_ids: Tensor) -> Tensor:
         """Expert ids int32 [T, k] as slots; -1 stays -1. Neighbouring tokens go to different copies of an expert."""
