@@ -55,9 +55,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     stack: str = "auto"
     deterministic: bool = False
-    max_num_seqs: int = 64
-    chunked_prefill_size: int = 2048
-    """Most tokens of one step."""
+    max_num_seqs: int = 128
+    chunked_prefill_size: int = 8192
+    """Most tokens of one step; on a CPU never more than 2,048."""
     prefill_step_ratio: float = 2.0
     """A step that reads prompts beside decoding requests may take this many times what those alone take."""
     page_size: int = 64

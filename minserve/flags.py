@@ -64,7 +64,7 @@ FLAGS = (
     Flag("stack", "named kernel stack"),
     Flag("deterministic", "a request's greedy tokens never depend on those beside it; slower, needs a GPU"),
     Flag("max_num_seqs", "requests that run at once", ("max-running-requests",)),
-    Flag("chunked_prefill_size", "most tokens of one step", ("max-num-batched-tokens",)),
+    Flag("chunked_prefill_size", "most tokens of one step; on a CPU never more than 2048", ("max-num-batched-tokens",)),
     Flag("prefill_step_ratio", "times a decode step's time that a step with prompt tokens in it may take; inf: no bound"),
     Flag("page_size", "tokens of one KV page", ("block-size",)),
     Flag("num_pages", "KV pages; default: from memory", ("num-gpu-blocks-override",)),

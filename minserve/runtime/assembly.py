@@ -43,6 +43,8 @@ from minserve.runtime.startup import Timeline
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+CPU_STEP_TOKENS = 2048
+"""Most tokens of a step on a CPU, where they take a second and nothing else is heard meanwhile."""
 PREFILL_FLOOR_SECONDS = 0.08
 """On a GPU a step that reads prompts may always take so long: any prompt token reads nearly all experts, which alone is several
 times what few decode rows take."""
@@ -83,6 +85,8 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     model_config = load_model_config(directory)
     timeline.begin("stack")
     backend = choose_backend(config, model_config)
+    if backend.device.type == "cpu":
+        config = msgspec.structs.replace(config, chunked_prefill_size=min(config.chunked_prefill_size, CPU_STEP_TOKENS))
     prove_same_model(config, model_config, backend, group)
     exchange = connect(config, model_config, backend, group)
     config = config if exchange is None else exchange.adjusted(config)
