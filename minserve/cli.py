@@ -77,6 +77,12 @@ def step(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> Non
     raise typer.Exit(launch.run_module("minserve.runtime.bench_step", arguments or []))
 
 
+@app.command(context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
+def tune(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Measure which kernels are fastest for a model's experts on this GPU, and keep that for later starts (tune --help)."""
+    raise typer.Exit(launch.run_module("minserve.kernels.tune", arguments or []))
+
+
 @app.command(context_settings={"token_normalize_func": _with_dashes})
 def plan(
     model: Annotated[str, typer.Argument(help="directory with a config.json, that file, or a Hub name; no weights are needed")],

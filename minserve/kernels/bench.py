@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from minserve.kernels import torch_gpu, triton_experts, triton_linear
-from minserve.kernels.deep_gemm_products import DeepGemmProducts, Limits
+from minserve.kernels.deep_gemm_products import DeepGemmProducts
+from minserve.kernels.expert_choices import ExpertShape
 from minserve.kernels.flashinfer_attention import FlashInferAttention
 from minserve.kernels.interface import (
     AttentionMetadata,
@@ -30,6 +31,7 @@ from minserve.kernels.interface import (
     RouterConfig,
     kv_page_shape,
 )
+from minserve.kernels.timing import Call, expert_bytes, graph_microseconds, random_experts, random_fp8, random_tokens
 from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_grouping import move_rows
 
@@ -39,7 +41,6 @@ BF16_TERAFLOPS = 790.0
 FP8_TERAFLOPS = 1300.0
 _DEVICE = torch.device("cuda")
 _BF16 = torch.bfloat16
-_Call = Callable[[], object]
 _Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
 _Linear = Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
 
@@ -50,7 +51,7 @@ class Case:
 
     name: str
     path: str
-    make: Callable[[], Sequence[_Call]]
+    make: Callable[[], Sequence[Call]]
     gigabytes: float = 0.0
     """Bytes that one call must move, in GB; 0 where the launch is what counts."""
     teraflops: float = 0.0
@@ -70,28 +71,6 @@ class Result:
     """Of the ceiling that bounds it: the larger of the two shares."""
 
 
-def graph_microseconds(calls: Sequence[_Call], replays: int = 10) -> float:
-    """Time of one call, from replays of a graph that holds all of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = [call() for call in calls]
-    for _ in range(3):
-        graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    del kept
-    return float(start.elapsed_time(end)) * 1e3 / (replays * len(calls))
-
-
 def measure(case: Case) -> Result:
     us = graph_microseconds(case.make())
     bandwidth, rate = case.gigabytes / us * 1e6, case.teraflops / us * 1e6
@@ -99,81 +78,53 @@ def measure(case: Case) -> Result:
     return Result(case.name, case.path, us, bandwidth, rate, share)
 
 
-def random_fp8(*shape: int) -> tuple[Tensor, Tensor]:
-    """Weights [..., N, K] and block scales fp32 [..., N / 128, K / 128], rounded up, whose products have std about 0.02."""
-    weight = (torch.randn(shape, device=_DEVICE, dtype=_BF16) * 64).to(torch.float8_e4m3fn)
-    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    return weight, torch.rand(blocks, device=_DEVICE) * 3e-4 + 1.5e-4
+MODELS = {
+    "qwen3-30b bf16": ExpertShape("plain", 128, 2048, 768, 8),
+    "qwen3-30b fp8": ExpertShape("fp8_block", 128, 2048, 768, 8),
+    "moonlight bf16": ExpertShape("plain", 64, 2048, 1408, 6),
+    "deepseek-v3 fp8": ExpertShape("fp8_block", 256, 7168, 2048, 8),
+    "kimi-k2-thinking int4, a rank of 8": ExpertShape("int4_group", 48, 7168, 2048, 8),
+}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """A model's routed experts."""
-
-    model: str
-    experts: int
-    hidden: int
-    inner: int
-    top_k: int
-
-
-QWEN3 = ExpertSizes("qwen3-30b", 128, 2048, 768, 8)
-MOONLIGHT = ExpertSizes("moonlight", 64, 2048, 1408, 6)
-DEEPSEEK = ExpertSizes("deepseek-v3", 256, 7168, 2048, 8)
-
-
-def random_experts(sizes: ExpertSizes, fp8: bool) -> ExpertWeights:
-    e, h, i = sizes.experts, sizes.hidden, sizes.inner
-    if fp8:
-        (w13, s13), (w2, s2) = random_fp8(e, 2 * i, h), random_fp8(e, h, i)
-        return ExpertWeights(w13, w2, s13, s2)
-    w13, w2 = (torch.empty(shape, device=_DEVICE, dtype=_BF16).normal_(std=0.02) for shape in ((e, 2 * i, h), (e, h, i)))
-    return ExpertWeights(w13, w2)
-
-
-def expert_paths(tokens: int, fp8: bool) -> dict[str, _Experts]:
+def expert_paths(tokens: int, shape: ExpertShape) -> dict[str, _Experts]:
     """The rival ways to compute a step's experts."""
-    masked = DeepGemmProducts(Limits(0, 0, 1 << 30))
-    contiguous = DeepGemmProducts(Limits(0, 0, 0))
+    products = DeepGemmProducts()
     paths: dict[str, _Experts] = {}
-    if tokens <= 16:
+    if tokens <= 16 and shape.format != "int4_group":
         paths["vector"] = triton_experts.experts_vector
-    if tokens <= 4096 or not fp8:
-        paths["tiled"] = triton_experts.experts_tiled
-    if tokens <= 256 and (fp8 or tokens >= 8):
-        paths["masked"] = masked.experts_flat
-    if tokens >= 256:
-        paths["contiguous"] = contiguous.experts_flat
+    if tokens <= 4096 or shape.format == "plain":
+        paths["tiles"] = triton_experts.experts_tiled
+    if shape.format != "int4_group" and 8 <= tokens <= 256:
+        paths["masked"] = partial(products.experts_grouped, masked=True)
+    if shape.format != "int4_group" and tokens >= 256:
+        paths["contiguous"] = partial(products.experts_grouped, masked=False)
     return paths
 
 
-def expert_cases(sizes: ExpertSizes, fp8: bool, batches: Sequence[int]) -> Iterator[Case]:
-    weights: list[ExpertWeights] = []
+def expert_cases(model: str, batches: Sequence[int]) -> Iterator[Case]:
+    shape, weights = MODELS[model], list[ExpertWeights]()
 
-    def make(function: _Experts, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[_Call]:
+    def make(function: _Experts, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Call]:
         if not weights:
-            weights.append(random_experts(sizes, fp8))
+            weights.append(random_experts(shape))
         return [partial(function, x, ids, shares, weights[0]) for x, ids, shares in inputs]
 
-    per_expert = 3 * sizes.hidden * sizes.inner * (1 if fp8 else 2)
     for tokens in batches:
-        inputs = []
-        for _ in range(6 if tokens <= 256 else 1):
-            ids = torch.rand(tokens, sizes.experts, device=_DEVICE).topk(sizes.top_k).indices.int()
-            x = torch.randn(tokens, sizes.hidden, device=_DEVICE, dtype=_BF16)
-            inputs.append((x, ids, torch.rand(tokens, sizes.top_k, device=_DEVICE)))
+        inputs = [random_tokens(tokens, shape) for _ in range(6 if tokens <= 256 else 1)]
         hit = sum(len(ids.unique()) for _, ids, _ in inputs) / len(inputs)
-        flops = 6.0 * tokens * sizes.top_k * sizes.hidden * sizes.inner
-        name = f"experts {sizes.model} {'fp8' if fp8 else 'bf16'} x{tokens}"
-        for path, function in expert_paths(tokens, fp8).items():
-            yield Case(name, path, partial(make, function, inputs), hit * per_expert / 1e9, flops / 1e12, fp8)
+        flops = 6.0 * tokens * shape.top_k * shape.hidden * shape.inner
+        for path, function in expert_paths(tokens, shape).items():
+            fp8 = shape.format == "fp8_block"
+            size = hit * expert_bytes(shape) / 1e9
+            yield Case(f"experts {model} x{tokens}", path, partial(make, function, inputs), size, flops / 1e12, fp8)
 
 
 def linear_cases(name: str, n: int, k: int, batches: Sequence[int]) -> Iterator[Case]:
     copies = max(2, min(16, (256 << 20) // (n * k)))
     deep_gemm = DeepGemmProducts()
 
-    def make(function: _Linear, fp8: bool, tokens: int) -> list[_Call]:
+    def make(function: _Linear, fp8: bool, tokens: int) -> list[Call]:
         x = torch.randn(tokens, k, device=_DEVICE, dtype=_BF16)
         plain = [LinearWeight(torch.randn(n, k, device=_DEVICE, dtype=_BF16)) for _ in range(0 if fp8 else copies)]
         scaled = [LinearWeight(*random_fp8(n, k)) for _ in range(copies if fp8 else 0)]
@@ -221,7 +172,7 @@ def attention_cases(name: str, shape: AttentionShape, rows: int, query: int, len
     flops = 2.0 * shape.num_heads * per_pair * rows * query * (length - query / 2 if query > 1 else length)
     triton = TritonAttention(_DEVICE)
 
-    def make(path: str) -> list[_Call]:
+    def make(path: str) -> list[Call]:
         metadata, pages = attention_metadata([query] * rows, [length] * rows)
         attention: Any = triton if path == "triton" else FlashInferAttention(_DEVICE, triton, 1)
         plan = attention.plan(metadata, shape)
@@ -249,7 +200,7 @@ def row_cases(tokens: int) -> Iterator[Case]:
     slots = torch.arange(tokens, device=_DEVICE)
     gates = [torch.randn(experts, 2048, device=_DEVICE) for experts in (128, 256)]
     router, groups = RouterConfig(8, "softmax", normalize=True), RouterConfig(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
-    calls: dict[str, _Call] = {
+    calls: dict[str, Call] = {
         "add_rms_norm 2048": partial(kernels.add_rms_norm, x, residual, gain, 1e-6),
         "gqa_inputs 32 + 4 heads": partial(kernels.gqa_inputs, qkv, norms, rotary, positions, cache, slots, shape),
         "route 2048 x 128, top 8": partial(kernels.route, x, gates[0], None, router, None),
@@ -260,7 +211,7 @@ def row_cases(tokens: int) -> Iterator[Case]:
         yield Case(f"rows {name} x{tokens}", "triton", partial(_repeat, call))
 
 
-def _repeat(call: _Call) -> list[_Call]:
+def _repeat(call: Call) -> list[Call]:
     return [call] * 20
 
 
@@ -275,10 +226,9 @@ def all_cases() -> Iterator[Case]:
     yield from attention_cases("mla 16x576", mla, 8, 1024, 1024)
     for name, n, k in (("qwen3 qkv", 5120, 2048), ("qwen3 o", 2048, 4096), ("deepseek o", 7168, 16384)):
         yield from linear_cases(name, n, k, (1, 8, 32, 128))
-    for sizes in (QWEN3, MOONLIGHT):
-        yield from expert_cases(sizes, False, (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192))
-    yield from expert_cases(QWEN3, True, (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192))
-    yield from expert_cases(DEEPSEEK, True, (1, 8, 32, 128))
+    for model in MODELS:
+        small = model.startswith(("qwen3", "moonlight"))
+        yield from expert_cases(model, (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192) if small else (1, 8, 32, 128))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

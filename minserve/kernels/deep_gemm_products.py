@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minserve.kernels import triton_experts, triton_linear
+from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.interface import ExpertWeights, LinearWeight
 from minserve.kernels.triton_exchange import dequantize_rows, scatter_quantized
 from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
@@ -53,24 +54,12 @@ def calls(library: Any = deep_gemm) -> Calls:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Which path takes a step's experts, by its tokens; measured on an H200 at the widths of published models."""
-
-    triton_bf16: int = 1024
-    """Up to so many tokens Triton's tiles read plain weights faster than the masked and the contiguous product."""
-    triton_fp8: int = 128
-    masked: int = 256
-    """Beyond Triton and up to so many tokens the masked product, then the contiguous one. Masked buffers have room
-    for E * 128 rows for each 128 tokens."""
-
-
 class DeepGemmProducts:
     """Linear and expert entries of the kernel table. Holds no buffer."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, choices: ExpertChoices | None = None) -> None:
         self.calls = calls()
-        self.limits = limits or Limits()
+        self._choices = choices or ExpertChoices("")
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations, but for a few rows."""
@@ -94,13 +83,27 @@ class DeepGemmProducts:
 
         FP8 rows come with their scales fp32 [T, H / 128]; only FP8 experts take them.
         """
-        tokens, fp8 = x.shape[0], experts.w13_scale is not None
-        if scale is not None and tokens <= self.limits.triton_fp8:
-            x, scale = dequantize_rows(x, scale), None
-        if tokens <= (self.limits.triton_fp8 if fp8 else self.limits.triton_bf16) or not (scale is not None or _fits(x, experts)):
-            return triton_experts.experts_flat(x, slot_ids, weights, experts)
-        x, num_experts = x.contiguous(), experts.w13.shape[0]
-        if tokens <= self.limits.masked:
+        choice = self._choices.of(x.shape[0], triton_experts.shape_of(experts, slot_ids.shape[1]))
+        if choice.path in ("masked", "contiguous") and (scale is not None or _fits(x, experts)):
+            return self.experts_grouped(x, slot_ids, weights, experts, scale, masked=choice.path == "masked")
+        if scale is not None:
+            x = dequantize_rows(x, scale)
+        return triton_experts.by_choice(choice, x, slot_ids, weights, experts)
+
+    def experts_grouped(
+        self,
+        x: Tensor,
+        slot_ids: Tensor,
+        weights: Tensor,
+        experts: ExpertWeights,
+        scale: Tensor | None = None,
+        *,
+        masked: bool,
+    ) -> Tensor:
+        """The same by DeepGEMM, for rows that fit it. Masked buffers have room for E * 128 rows for each 128 tokens."""
+        tokens, fp8, num_experts = x.shape[0], experts.w13_scale is not None, experts.w13.shape[0]
+        x = x.contiguous()
+        if masked:
             place = place_masked(slot_ids, num_experts, -(-tokens // BLOCK_ROWS) * BLOCK_ROWS)
         else:
             place = place_contiguous(slot_ids, num_experts, BLOCK_ROWS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from minserve.kernels.triton_grouping import OWN_TILES_TOKENS
-
 ExpertFormat = Literal["plain", "fp8_block", "int4_group"]
+OWN_TILES_TOKENS = 8
+"""Most tokens whose pairs find their experts' tiles themselves: the least width of a matrix unit's operand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,16 +8,17 @@ import torch
 
 from minserve.kernels import torch_gpu
 from minserve.kernels.deep_gemm_products import DeepGemmProducts
+from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.flashinfer_attention import FlashInferAttention
 from minserve.kernels.interface import Kernels
 from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_exchange import quantize_rows
 
 
-def hopper(device: torch.device, name: str = "hopper") -> Kernels:
+def hopper(device: torch.device, name: str = "hopper", choices: ExpertChoices | None = None) -> Kernels:
     """The stack's table for one device; owns FlashInfer's workspaces, so make one a process. bf16 models only gain by it."""
     triton = TritonAttention(device)
-    attention, products = FlashInferAttention(device, triton), DeepGemmProducts()
+    attention, products = FlashInferAttention(device, triton), DeepGemmProducts(choices)
     return dataclasses.replace(
         torch_gpu.build(name, triton),
         linear=products.linear,

@@ -13,6 +13,7 @@ import torch
 from minserve import library_probe
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import reference
+from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.interface import Kernels
 from minserve.library_probe import DEEP_EP, DEEP_GEMM, FLASHINFER, TRITON, Library, Verdict
 from minserve.remembered import Remembered
@@ -137,7 +138,7 @@ def open_stack(
     """`choose`, then `build`; what imports without harm is remembered. Raises what `choose` raises."""
     choice = choose(name, device, remembered=remembered, dispatcher=dispatcher)
     try:
-        kernels = build(choice.name, device)
+        kernels = build(choice.name, device, remembered)
     except (ImportError, OSError, AttributeError) as error:
         raise EnvironmentFault(f"the libraries of the {choice.name} stack do not import together: {error}") from error
     for library in STACKS[choice.name]:
@@ -151,18 +152,19 @@ def resolve(name: str, device: torch.device) -> Kernels:
     return build(choose(name, device).name, device)
 
 
-def build(name: StackName, device: torch.device) -> Kernels:
+def build(name: StackName, device: torch.device, remembered: Remembered | None = None) -> Kernels:
     """The table of a stack whose libraries are known to import. Imports them here, so that other stacks need none."""
     if name == "cpu":
         return reference.cpu()
+    choices = ExpertChoices(torch.cuda.get_device_name(device), remembered)
     threading.Thread(target=_hash_triton, daemon=True).start()
     if name in ("torch-gpu", "deterministic"):
         from minserve.kernels.torch_gpu import deterministic, torch_gpu
 
-        return torch_gpu(device) if name == "torch-gpu" else deterministic(device)
+        return torch_gpu(device, choices) if name == "torch-gpu" else deterministic(device)
     from minserve.kernels.hopper import hopper
 
-    return hopper(device, name)
+    return hopper(device, name, choices)
 
 
 def _hash_triton() -> None:

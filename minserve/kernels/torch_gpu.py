@@ -8,13 +8,15 @@ import functools
 import torch
 
 from minserve.kernels import triton_attention, triton_cache, triton_experts, triton_linear, triton_router, triton_rows
+from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.expert_tiles import FIXED_SIZES
 from minserve.kernels.interface import Kernels
 
 
-def torch_gpu(device: torch.device) -> Kernels:
+def torch_gpu(device: torch.device, choices: ExpertChoices | None = None) -> Kernels:
     """The stack's table for one device. Nothing in it plans on the host, so one plan serves every step of a shape."""
-    return build("torch-gpu", triton_attention.TritonAttention(device))
+    table = build("torch-gpu", triton_attention.TritonAttention(device))
+    return dataclasses.replace(table, experts_flat=triton_experts.TritonExperts(choices or ExpertChoices("")).flat)
 
 
 def deterministic(device: torch.device) -> Kernels:
@@ -39,7 +41,7 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         silu_and_mul=triton_rows.silu_and_mul,
         linear=triton_linear.linear,
         route=triton_router.route,
-        experts_flat=triton_experts.experts_flat,
+        experts_flat=triton_experts.experts_tiled,
         experts_masked=triton_experts.experts_masked,
         gqa_inputs=triton_cache.gqa_inputs,
         mla_inputs=triton_cache.mla_inputs,

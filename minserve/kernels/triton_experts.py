@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.expert_tiles import Block, TileSizes, tile_sizes
+from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
+from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
-    OWN_TILES_TOKENS,
     Tiles,
     combine,
     own_pairs,
@@ -28,8 +28,6 @@ from minserve.kernels.triton_grouping import (
 )
 from minserve.kernels.triton_int4 import int4_product, turned, turned_width
 
-VECTOR_TOKENS = 2
-"""Most tokens of the vector path, which reads an expert once for each pair; beyond, each expert is read once."""
 HIDDEN_SCALE = 16.0
 """Activations between FP8 products are stored as halves, divided by this: up to a million, and exact to 5e-7 or 11 bits."""
 
@@ -366,11 +364,27 @@ def experts_tiled(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertW
     return combine(y, slot_ids, weights, direct=True)
 
 
-def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
-    """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
-    if 0 < x.shape[0] <= VECTOR_TOKENS and experts.format != "int4_group":
+def shape_of(experts: ExpertWeights, top_k: int) -> ExpertShape:
+    """What the choice of a path depends on."""
+    return ExpertShape(experts.format, experts.w13.shape[0], experts.w2.shape[1], experts.w13.shape[1] // 2, top_k)
+
+
+class TritonExperts:
+    """The experts of a stack that has no other product."""
+
+    def __init__(self, choices: ExpertChoices) -> None:
+        self._choices = choices
+
+    def flat(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
+        return by_choice(self._choices.of(x.shape[0], shape_of(experts, slot_ids.shape[1])), x, slot_ids, weights, experts)
+
+
+def by_choice(choice: Choice, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+    """The vector path where it was chosen, tiles for every other choice."""
+    if choice.path == "vector" and x.shape[0]:
         return experts_vector(x, slot_ids, weights, experts)
-    return experts_tiled(x, slot_ids, weights, experts)
+    return experts_tiled(x, slot_ids, weights, experts, choice.sizes)
 
 
 def experts_masked(x: Tensor, counts: Tensor, experts: ExpertWeights) -> Tensor:

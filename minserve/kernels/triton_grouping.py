@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.expert_tiles import OWN_TILES_TOKENS
 from minserve.kernels.launch import dependent_launch, follow, lead
 
 FP8_BLOCK = 128
 FP8_MAX = 448.0
-OWN_TILES_TOKENS = 8
-"""Most tokens whose pairs find their experts' tiles themselves: the least width of a matrix unit's operand."""
 _CHUNK = 1024
 
 

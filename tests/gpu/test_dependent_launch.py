@@ -120,6 +120,14 @@ def fp8_experts(kernels: Kernels, rows: int) -> Case:
     return experts(kernels, rows, "fp8")
 
 
+def unsorted_experts(kernels: Kernels, rows: int) -> Case:
+    return experts(kernels, 4 + rows % 4)
+
+
+def int4_experts(kernels: Kernels, rows: int) -> Case:
+    return experts(kernels, rows, "int4")
+
+
 CASES = [
     norm,
     activation,
@@ -133,6 +141,8 @@ CASES = [
     mla_attention,
     experts,
     fp8_experts,
+    unsorted_experts,
+    int4_experts,
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from gpu.kernel_samples import (
@@ -37,9 +39,9 @@ def expert_path(name: str):
 
     if name in ("vector", "tiled"):
         return {"vector": triton_experts.experts_vector, "tiled": triton_experts.experts_tiled}[name]
-    from minserve.kernels.deep_gemm_products import DeepGemmProducts, Limits
+    from minserve.kernels.deep_gemm_products import DeepGemmProducts
 
-    return DeepGemmProducts(Limits(0, 0, 1 << 30 if name == "masked" else 0)).experts_flat
+    return functools.partial(DeepGemmProducts().experts_grouped, masked=name == "masked")
 
 
 PATHS = [

@@ -128,8 +128,8 @@ def test_a_library_that_takes_its_process_down_does_so_once(tmp_path: Path, monk
     monkeypatch.setattr(library_probe, "probe", lambda libraries, **_: outcomes.pop(0) if libraries else ())
     memory = Remembered(tmp_path)
 
-    def build(name: str, device: torch.device) -> Kernels:
-        del device
+    def build(name: str, device: torch.device, remembered: Remembered) -> Kernels:
+        del device, remembered
         if name == "hopper" and len(outcomes) == 1 and memory_was_used:
             raise KeyboardInterrupt  # as good as dead
         return reference.cpu()
