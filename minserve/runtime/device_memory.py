@@ -19,6 +19,9 @@ from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
+_SCORED = 512
+"""Prompt tokens that the trial step scores: several pieces, which are all of one size."""
+
 log = logging.getLogger("minserve.runtime")
 
 
@@ -106,7 +109,7 @@ def trial_step(limits: Limits) -> ScheduledStep:
                 write_from=length,
                 samples=True,
                 logprobs=20,
-                scored_ids=tuple(tokens[1:]),
+                scored_ids=tuple(tokens[1:_SCORED]),
                 scored_top=20,
                 setup=SlotSetup(sampling, tokens),
             )
