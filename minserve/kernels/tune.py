@@ -17,7 +17,7 @@ import torch
 
 from minserve.config import Config, kernel_cache_directory
 from minserve.errors import CheckpointError, EnvironmentFault, ServerError
-from minserve.kernels import stacks, triton_experts
+from minserve.kernels import stacks
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertPath, ExpertShape, by_rule
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes
 from minserve.kernels.interface import ExpertWeights
@@ -50,24 +50,27 @@ def _tune(model: Path, batches: Sequence[int], stack: str) -> dict[str, Any]:
         raise EnvironmentFault("minserve tune measures a GPU, and torch finds none here")
     remembered = Remembered(kernel_cache_directory(Config()) / "remembered")
     device = torch.device("cuda", torch.cuda.current_device())
-    grouped = _grouped(stacks.choose(stack, device, remembered=remembered).name)
+    ways = _ways(stacks.choose(stack, device, remembered=remembered).name)
     choices, tables = ExpertChoices(torch.cuda.get_device_name(device), remembered), {}
     for shape in _shapes(model):
         sys.stdout.write(f"{shape}\n")
         weights = random_experts(shape)
-        table = [(tokens, _fastest(tokens, shape, weights, grouped)) for tokens in sorted(batches)]
+        table = [(tokens, _fastest(tokens, shape, weights, ways)) for tokens in sorted(batches)]
         choices.keep(shape, table)
         tables[str(shape)] = [[tokens, choice.to_json()] for tokens, choice in table]
     return tables
 
 
-def _grouped(stack: str) -> Any:
-    """DeepGEMM's experts, where the stack has them."""
+def _ways(stack: str) -> dict[str, Any]:
+    """Functions by path; imported here, where a GPU and the libraries of the stack are known to be."""
+    from minserve.kernels.triton_experts import by_choice
+
     if not stack.startswith("hopper"):
-        return None
+        return {"triton": by_choice}
     from minserve.kernels.deep_gemm_products import DeepGemmProducts
 
-    return DeepGemmProducts().experts_grouped
+    grouped = DeepGemmProducts().experts_grouped
+    return {"triton": by_choice, "masked": partial(grouped, masked=True), "contiguous": partial(grouped, masked=False)}
 
 
 def _shapes(model: Path) -> Iterator[ExpertShape]:
@@ -86,12 +89,12 @@ def _shapes(model: Path) -> Iterator[ExpertShape]:
         yield ExpertShape(kind[m.experts], experts, m.hidden, m.expert_intermediate, top_k)
 
 
-def _fastest(tokens: int, shape: ExpertShape, weights: ExpertWeights, grouped: Any) -> Choice:
+def _fastest(tokens: int, shape: ExpertShape, weights: ExpertWeights, ways: dict[str, Any]) -> Choice:
     """Times all candidates and prints the two best lines; one that does not run here is left out."""
     inputs = [random_tokens(tokens, shape) for _ in range(_ROUTINGS)]
     times: list[tuple[float, Choice]] = []
-    for choice in _candidates(tokens, shape, grouped is not None):
-        function = _function(choice, grouped)
+    for choice in _candidates(tokens, shape, "masked" in ways):
+        function = ways.get(choice.path) or partial(ways["triton"], choice)
         try:
             times.append((graph_microseconds([partial(function, *rows, weights) for rows in inputs]), choice))
         except Exception as error:  # too much shared memory, a library's refusal: what it is says the library
@@ -102,12 +105,6 @@ def _fastest(tokens: int, shape: ExpertShape, weights: ExpertWeights, grouped: A
     sys.stdout.flush()
     best_tiles = next(choice for _, choice in times if choice.path == "tiles")
     return Choice(times[0][1].path, best_tiles.sizes)
-
-
-def _function(choice: Choice, grouped: Any) -> Any:
-    if choice.path in ("masked", "contiguous"):
-        return partial(grouped, masked=choice.path == "masked")
-    return partial(triton_experts.by_choice, choice)
 
 
 def _candidates(tokens: int, shape: ExpertShape, has_grouped: bool) -> Iterator[Choice]:
@@ -136,3 +133,7 @@ def _sizes(tokens: int, shape: ExpertShape, rule: TileSizes) -> Iterator[TileSiz
         rows = sorted({max(8, rule.rows // 2), rule.rows, min(128, rule.rows * 2)})
     for count in rows:
         yield from (TileSizes(count, block, block, rule.group_tiles) for block in blocks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
