@@ -10,6 +10,8 @@ MOST_TOP_K = 11
 """Of the same build's low-latency combine."""
 NORMAL_RANKS = (2, 4, 8)
 """Ranks of one host that its normal kernels exist for."""
+PROMPT_ROOM = 128
+"""Tokens of prompts that may ride in a low-latency step beside all decode rows."""
 _CAPACITY_STEP = 64
 """Room for a multiple of it from each of two ranks or more is a multiple of 128 rows an expert, the products' block."""
 
@@ -58,4 +60,4 @@ def capacity(max_num_seqs: int, sharers: int = 1) -> int:
     if sharers > 1:
         return SHARED_BLOCKS // sharers
     decode_rows = -(-max_num_seqs // _CAPACITY_STEP) * _CAPACITY_STEP
-    return decode_rows + _CAPACITY_STEP
+    return decode_rows + PROMPT_ROOM

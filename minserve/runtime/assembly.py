@@ -93,18 +93,16 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     model, report, plan = load(config, directory, model_config, backend, timeline, exchange)
 
     timeline.begin("kv cache")
+    mixed = mixed_graph_sizes(config, backend.device, exchange)
     if exchange is not None and backend.device.type == "cuda":
         with exchange.rehearsal(model):
-            _own_cache(config, model, backend, graph_sizes(config, backend.device), group)
+            _own_cache(config, model, backend, mixed, group)
     group.wait_for_all("compiled")  # the first exchange of tokens must not wait for a rank that still reads or compiles
-    size = _plan_cache(config, model, backend, graph_sizes(config, backend.device), group)
+    size = _plan_cache(config, model, backend, mixed, group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     on_gpu = backend.device.type == "cuda"
     limits = _limits(config, model_config, on_gpu=on_gpu, num_pages=size.num_pages, max_model_len=size.max_model_len)
-    if (
-        graph_sizes(config, backend.device) and config.ep_size == 1
-    ):  # ranks that share experts exchange such steps' tokens eagerly
-        limits = msgspec.structs.replace(limits, mixed_sizes=mixed_sizes(limits.max_step_tokens))
+    limits = msgspec.structs.replace(limits, mixed_sizes=mixed)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
@@ -297,9 +295,18 @@ def _rate(timeline: Timeline) -> Callable[[int, int], None]:
     return tell
 
 
-def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], group: Group) -> KVPlan:
+def mixed_graph_sizes(config: Config, device: torch.device, exchange: Exchange | None) -> tuple[int, ...]:
+    """Tokens of the mixed steps that will be captured. Of ranks that share experts those that may be captured whatever the others
+    do: none where all have to replay one size."""
+    most = max(config.chunked_prefill_size, config.max_num_seqs)
+    if exchange is not None:
+        most = min(most, exchange.low_latency_rows or 0)
+    return mixed_sizes(most) if graph_sizes(config, device) and most else ()
+
+
+def _plan_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[int], group: Group) -> KVPlan:
     """As many pages as the rank with the least memory has: the ranks' self-checks take the same steps."""
-    size = _own_cache(config, model, backend, sizes, group)
+    size = _own_cache(config, model, backend, mixed, group)
     pages = group.least("pages", size.num_pages)
     if pages == size.num_pages:
         return size
@@ -307,11 +314,12 @@ def _plan_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[
     return msgspec.structs.replace(size, num_pages=pages, max_model_len=longest, limited_by="another rank's memory")
 
 
-def _own_cache(config: Config, model: Model, backend: Backend, sizes: Sequence[int], group: Group) -> KVPlan:
+def _own_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[int], group: Group) -> KVPlan:
     per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
     max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
-        memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes)
+        sizes = graph_sizes(config, backend.device)
+        memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes, mixed)
         memory //= group.sharers  # ranks that share a GPU see each other's memory, and take equal parts of what is left
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
         return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)

@@ -14,7 +14,7 @@ from minserve.kernels.interface import Kernels, kv_page_shape
 from minserve.models.load_report import gigabytes
 from minserve.models.model import Model
 from minserve.request import SamplingParams
-from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs, mixed_sizes
+from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -26,10 +26,16 @@ log = logging.getLogger("minserve.runtime")
 
 
 def left_for_cache(
-    config: Config, model: Model, kernels: Kernels, kv_dtype: torch.dtype, device: torch.device, graph_sizes: Sequence[int]
+    config: Config,
+    model: Model,
+    kernels: Kernels,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    decode_sizes: Sequence[int],
+    mixed_sizes: Sequence[int],
 ) -> int:
     """Bytes, possibly negative. Runs the largest step on a cache of the dummy page alone to see what a step takes, and captures
-    the largest of `graph_sizes` and of mixed steps there to see what all will take; without sizes there are no graphs."""
+    the largest decode and the largest mixed step there to see what all graphs will take; without sizes there are none."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     limits = trial_limits(config, model)
@@ -39,8 +45,7 @@ def left_for_cache(
     torch.cuda.reset_peak_memory_stats(device)
     runner.launch(trial_step(limits)).result()
     step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    mixed = mixed_sizes(limits.max_step_tokens) if graph_sizes and config.ep_size == 1 else ()
-    graphs = graph_bytes(runner, graph_sizes, mixed)
+    graphs = graph_bytes(runner, decode_sizes, mixed_sizes)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)  # the trial's buffers still live: the real ones are as large
     log.info("memory: a step takes up to %s, graphs up to %s", gigabytes(step_bytes), gigabytes(graphs))

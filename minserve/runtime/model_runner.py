@@ -164,7 +164,7 @@ class ModelRunner:
         padded = None
         if step.num_decode_rows == len(step.rows):
             padded = self._decode_graph(len(step.rows), rows_per_rank, all_decode)
-        elif self.mixed_graphs is not None and rows_per_rank is None:
+        elif self.mixed_graphs is not None and self._in_graphs(rows_per_rank):
             padded = self.mixed_graphs.size_for(step.num_tokens)
         rows_per_rank = rows_per_rank if padded is None else None  # a graph has its own
         return self._start(step, self.batches.stage(step, padded, rows_per_rank=rows_per_rank), padded, awaits_masks)
@@ -184,8 +184,11 @@ class ModelRunner:
             return None
         if rows_per_rank is not None and self.low_latency_rows is None:
             return self.graphs.size_for(rows_per_rank) if all_decode else None
-        fits = rows_per_rank is None or rows_per_rank <= (self.low_latency_rows or 0)
-        return self.graphs.size_for(rows) if fits else None
+        return self.graphs.size_for(rows) if self._in_graphs(rows_per_rank) else None
+
+    def _in_graphs(self, rows_per_rank: int | None) -> bool:
+        """Whether each rank may replay what fits its own part of the step."""
+        return rows_per_rank is None or rows_per_rank <= (self.low_latency_rows or 0)
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
         beside_prompts = staged.rows_per_rank is not None and self.graphs is not None

@@ -56,9 +56,9 @@ def connect(model: Path, stack: str = "hopper-ep", ranks: int = 2, hosts: int = 
 
 def test_both_modes_where_the_library_has_both(made: list[dict[str, Any]]) -> None:
     exchange = connect(SHAPES / "deepseek-v3", max_num_seqs=256)
-    assert made == [{"hidden_size": 7168, "width": 7168, "num_slots": 256, "capacity": 320, "normal": True}]
+    assert made == [{"hidden_size": 7168, "width": 7168, "num_slots": 256, "capacity": 384, "normal": True}]
     assert isinstance(exchange.dispatcher, DeepEPDispatcher)
-    assert (exchange.captured, exchange.low_latency_rows, exchange.name) == (True, 320, "DeepEP (auto)")
+    assert (exchange.captured, exchange.low_latency_rows, exchange.name) == (True, 384, "DeepEP (auto)")
     config = Config(ep_size=2, max_num_seqs=256)
     assert exchange.adjusted(config) == config
 
@@ -74,7 +74,7 @@ def test_other_widths_are_padded_and_told(made: list[dict[str, Any]], caplog: py
 def test_without_a_normal_mode_prompts_are_cut_to_the_capacity(made: list[dict[str, Any]], ranks: int, hosts: int) -> None:
     exchange = connect(SHAPES / "deepseek-v3", ranks=ranks, hosts=hosts, max_num_seqs=64)
     assert made[0]["normal"] is False
-    assert exchange.adjusted(Config(ep_size=ranks)).chunked_prefill_size == exchange.low_latency_rows == 128
+    assert exchange.adjusted(Config(ep_size=ranks)).chunked_prefill_size == exchange.low_latency_rows == 192
 
 
 def test_normal_mode_alone_captures_nothing(made: list[dict[str, Any]]) -> None:
@@ -138,5 +138,5 @@ def test_widths_and_top_k_of_the_library() -> None:
     # Every decode row has room, and so have some tokens of a prompt; the rows of an expert are whole blocks.
     for max_num_seqs in (1, 64, 65, 128, 511):
         capacity = deep_ep_limits.capacity(max_num_seqs)
-        assert max_num_seqs + 64 <= capacity < max_num_seqs + 128
+        assert max_num_seqs + 128 <= capacity < max_num_seqs + 192
         assert all(ranks * capacity % 128 == 0 for ranks in (2, 4, 8))

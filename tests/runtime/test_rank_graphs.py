@@ -46,7 +46,7 @@ def make_runner(directory, group=None, low_latency=True):
     model.finish_load()
     runner = runner_of(model, kernels, msgspec.structs.replace(LIMITS, vocab_size=config.vocab_size))
     runner.low_latency_rows = CAPACITY if low_latency and group is not None else None
-    return with_graphs(runner, SIZES)
+    return with_graphs(runner, SIZES, mixed_sizes=(CAPACITY,) if runner.low_latency_rows else ())
 
 
 def prompts(count, first=0):
@@ -136,10 +136,14 @@ def test_an_idle_rank_replays_its_smallest_graph_and_moves_nothing(directory) ->
 
 
 def test_a_small_piece_of_a_prompt_leaves_the_other_rank_its_graph(directory) -> None:
-    """Up to the capacity; a larger piece makes the step one that no graph holds."""
+    """Up to the capacity, and has one itself; a larger piece makes the step one that no graph holds."""
     pair = Pair(directory, low_latency=True)
-    pair.step([prompts(1), None], all_decode=False)
-    assert pair.step([decodes(2, 1), prompts(2)], all_decode=False)[0].graph_size == 1
+    first = [tokens(pair.step([prompts(1), None], all_decode=False)[0])]
+    decode, prompt = pair.step([decodes(2, 1), prompts(2)], all_decode=False)
+    assert decode.graph_size == 1
+    assert pair.runners[1].mixed_graphs is not None and pair.runners[1].mixed_graphs.sizes == (CAPACITY,)
+    assert [*first, tokens(decode)] == pair.alone([prompts(1), decodes(2, 1)])
+    assert [tokens(prompt)] == pair.alone([prompts(2)])
     decode, prompt = pair.step([decodes(3, 1), prompts(4)], all_decode=False)  # 12 tokens, and the capacity is 8
     assert decode.graph_size is None and prompt.graph_size is None
     assert decode.eager_reason == BESIDE_PROMPTS
@@ -164,7 +168,7 @@ def test_other_ranks_replay_one_size_and_only_when_all_decode(directory) -> None
 def test_the_self_check_passes_on_both_ranks_in_step(directory, low_latency) -> None:
     pair = Pair(directory, low_latency)
     verdicts = together(2, lambda rank: self_check.check_graphs(pair.runners[rank], "fast"))
-    assert [verdict.comparisons for verdict in verdicts] == [2 * len(SIZES)] * 2
+    assert [verdict.comparisons for verdict in verdicts] == [2 * len(SIZES) + low_latency] * 2
 
 
 @pytest.mark.parametrize("low_latency", [True, False])
