@@ -222,6 +222,7 @@ export class Chat {
       if (this.#running || this.#views.at(-1) !== view) return;
       view.calls.forEach(({ id }, place) => this.#history.push({ role: "tool", tool_call_id: id, content: fields[place].value }));
       button.remove();
+      byId("log").focus(); // not lost with the button
       this.#answer();
     });
     keepingBottom(() => view.node.append(button));
@@ -231,6 +232,7 @@ export class Chat {
   #tryAgain() {
     if (this.#history.at(-1)?.role === "assistant") this.#history.pop();
     if (this.#views.at(-1)?.node.classList.contains("assistant")) this.#views.pop().node.remove();
+    byId("log").focus(); // not lost with the button
     this.#answer();
   }
 
