@@ -6,12 +6,14 @@ left alone with a note. Names become canonical here: wrapper prefixes are stripp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +23,7 @@ import msgspec
 from minserve.errors import CheckpointError
 from minserve.models.formats import LAYOUTS, PACKED_SHAPE, Formats, formats_from_tensors, set_aside_reason
 from minserve.models.quantization_claim import config_disagreements
-from minserve.models.safetensors_header import StoredTensor, parse_strict_json, read_header
+from minserve.models.safetensors_header import StoredTensor, parse_strict_json, prove_header, read_header_bytes
 from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name, named
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -58,6 +60,19 @@ class Checkpoint:
         return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
 
 
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Each full collection walks through all of torch's objects: a tenth of a second, several times in a load."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Reads index and headers. CheckpointError names the file, the tensor and the bytes of any gap."""
     if not model_dir.is_dir():
@@ -154,18 +169,17 @@ def _indexed_files(model_dir: Path, index: _Index | None) -> list[Path]:
 def _read_headers(files: list[Path]) -> dict[Path, list[StoredTensor]]:
     """CheckpointError with what is wrong in each of the files."""
 
-    def attempt(file: Path) -> list[StoredTensor] | CheckpointError:
-        try:
-            return read_header(file)
-        except CheckpointError as error:
-            return error
-
+    headers, faults = {}, []
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        results = dict(zip(files, pool.map(attempt, files), strict=True))
-    faults = [result for result in results.values() if isinstance(result, CheckpointError)]
+        readings = {file: pool.submit(read_header_bytes, file) for file in files}
+        for file, reading in readings.items():  # proving is not for threads, which would wait for each other's Python
+            try:
+                headers[file] = prove_header(file, *reading.result())
+            except CheckpointError as error:
+                faults.append(error)
     if faults:
         raise CheckpointError(named(faults))
-    return {file: result for file, result in results.items() if not isinstance(result, CheckpointError)}
+    return headers
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:

@@ -73,7 +73,11 @@ class _RepeatedKey(Exception):
 
 def read_header(path: Path) -> list[StoredTensor]:
     """The file's tensors by rising offset. CheckpointError, with byte counts, on anything short of a dense and exact file."""
-    size, raw = _read_header_bytes(path)
+    return prove_header(path, *read_header_bytes(path))
+
+
+def prove_header(path: Path, size: int, raw: bytes) -> list[StoredTensor]:
+    """The same from the header's bytes and the whole file's size."""
     data_start = 8 + len(raw)
     tensors = [_prove_entry(path, name, entry, data_start) for name, entry in _parse(path, raw).items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
@@ -108,7 +112,7 @@ def _refuse_repeats(pairs: Sequence[tuple[str, object]]) -> None:
         seen.add(name)
 
 
-def _read_header_bytes(path: Path) -> tuple[int, bytes]:
+def read_header_bytes(path: Path) -> tuple[int, bytes]:
     """(file size, header without its length word); refuses before reading what the file cannot hold."""
     try:
         # Asked before opening, since opening a pipe would wait for ever.

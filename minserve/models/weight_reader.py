@@ -26,6 +26,7 @@ from minserve.kernels.reference import widen
 from minserve.models.formats import BLOCK, Format, blocks
 from minserve.models.safetensors_header import StoredTensor, count_bytes
 
+CPU = torch.device("cpu")
 PIECE_BYTES = 16 << 20
 """Tensors are read in row ranges of about this size, or several in one go: unit of parallelism, progress and staging memory."""
 
@@ -92,20 +93,24 @@ class _Piece:
         repeated = sum(read.num_bytes for read in self.reads if self.reads[0].first and not read.first)
         return self.num_bytes - repeated
 
-    def place(self, held: Tensor) -> None:
-        """From its reads' bytes, one after the other in host memory, to where they belong, asynchronously on a GPU."""
-        target, (values, *scales) = self.target, self.reads
-        stored = TORCH_DTYPES[values.tensor.dtype]
-        if target.dtype == stored and not scales and target.is_contiguous():
-            target.view(-1).view(torch.uint8).copy_(held, non_blocking=True)
-            return
-        parts = held.to(target.device, non_blocking=True).split([read.num_bytes for read in self.reads])
-        # A split may begin at an odd place, where no wider type can be viewed.
-        typed = [read.typed(part.clone() if scales else part) for read, part in zip(self.reads, parts, strict=True)]
-        wide = _widened(self.transfer.widen_from, typed) if scales else typed[0]
+    @property
+    def as_it_is(self) -> torch.dtype | None:
+        """The type of values that only need to be moved; None where they are widened, cast or spread over strides."""
+        stored, target = TORCH_DTYPES[self.transfer.tensor.dtype], self.transfer.target
+        return stored if len(self.reads) == 1 and target.dtype == stored and target.is_contiguous() else None
+
+    def convert(self, held: Tensor) -> None:
+        """From its reads' bytes, one after the other and on the target's device, into the target."""
+        target, values = self.target, self.reads[0].tensor
+        parts = held.split([read.num_bytes for read in self.reads])
+        # A part may begin at an odd place, where no wider type can be viewed.
+        typed = [
+            read.typed(part if part.data_ptr() % 8 == 0 else part.clone()) for read, part in zip(self.reads, parts, strict=True)
+        ]
+        wide = _widened(self.transfer.widen_from, typed) if len(typed) > 1 else typed[0]
         target.copy_(wide.view(target.shape))
-        if target.dtype == torch.float16 and stored != torch.float16:
-            _prove_in_range(values.tensor, target)
+        if target.dtype == torch.float16 and values.dtype != "F16":
+            _prove_in_range(values, target)
 
 
 class _Staging:
@@ -116,7 +121,7 @@ class _Staging:
         self._arrived = torch.cuda.Event(blocking=True) if pinned else None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> Tensor:
+    def room(self, num_bytes: int = PIECE_BYTES) -> Tensor:
         if self._arrived is not None:
             self._arrived.synchronize()
         if self._buffer.numel() < num_bytes:
@@ -132,8 +137,10 @@ class _Staging:
 class WeightReader:
     """The open files of one load. A context manager; not to be used after it is closed."""
 
-    def __init__(self, files: Iterable[Path], threads: int | None = None) -> None:
-        self._threads = threads or min(8, max(2, os.cpu_count() or 1))
+    def __init__(self, files: Iterable[Path], device: torch.device = CPU, threads: int | None = None) -> None:
+        """`device` has the targets. For a GPU memory begins to be pinned at once, beside what the caller does next."""
+        threads = threads or min(8, max(2, os.cpu_count() or 1))
+        self._device = device
         self._open_files = contextlib.ExitStack()
         self._descriptors = {}
         try:
@@ -144,45 +151,45 @@ class WeightReader:
         except BaseException:
             self._open_files.close()
             raise
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
+        self._idle = deque(_Staging(device.type == "cuda") for _ in range(2 * threads))
+        if device.type == "cuda":
+            for staging in self._idle:
+                self._pool.submit(staging.room)
 
     def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The files are closed next, so no worker may be left reading.
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._open_files.close()
 
     def run(self, transfers: Sequence[Transfer], on_bytes: Callable[[int], None]) -> None:
         """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are on
-        their way; they have landed when this returns). All targets are on one device."""
-        device = transfers[0].target.device if transfers else torch.device("cpu")
-        on_gpu = device.type == "cuda"
+        their way; they have landed when this returns)."""
+        on_gpu = self._device.type == "cuda"
+        work = self._into_staging if on_gpu else self._into_targets
         pieces = sorted(_pieces(transfers), key=lambda piece: (piece.transfer.tensor.file, piece.reads[0].begin))
-        idle = deque(_Staging(on_gpu) for _ in range(2 * self._threads))
         under_way: deque[tuple[list[_Piece], _Staging, Future[Tensor | None]]] = deque()
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="weights")
 
         def finish() -> None:
             go, staging, reading = under_way.popleft()
             held = reading.result()
             if held is not None:
-                _place(go, held)
+                _place(go, held.to(self._device, non_blocking=True))
                 staging.copying()
-            idle.append(staging)
+            self._idle.append(staging)
             on_bytes(sum(piece.counted_bytes for piece in go))
 
-        try:
-            with torch.inference_mode(), _side_stream(device) if on_gpu else contextlib.nullcontext():
-                for go in _goes(pieces):
-                    if not idle:
-                        finish()
-                    staging = idle.popleft()
-                    work = self._into_staging if on_gpu else self._into_targets
-                    under_way.append((go, staging, pool.submit(work, go, staging)))
-                while under_way:
+        with torch.inference_mode(), _side_stream(self._device) if on_gpu else contextlib.nullcontext():
+            for go in _goes(pieces):
+                if not self._idle:
                     finish()
-        finally:
-            # After an error the files are closed next, so no worker may be left reading.
-            pool.shutdown(wait=True, cancel_futures=True)
+                staging = self._idle.popleft()
+                under_way.append((go, staging, self._pool.submit(work, go, staging)))
+            while under_way:
+                finish()
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
@@ -207,11 +214,10 @@ class WeightReader:
     @torch.inference_mode()
     def _into_targets(self, go: list[_Piece], staging: _Staging) -> None:
         for piece in go:
-            target, values = piece.target, piece.reads[0].tensor
-            if not piece.transfer.scales and target.dtype == TORCH_DTYPES[values.dtype] and target.is_contiguous():
-                self._read(values.file, piece.reads[0].begin, target.view(-1).view(torch.uint8))
+            if piece.as_it_is is not None:
+                self._read(piece.reads[0].tensor.file, piece.reads[0].begin, piece.target.view(-1).view(torch.uint8))
             else:
-                piece.place(self._into_staging([piece], staging))
+                piece.convert(self._into_staging([piece], staging))
 
     def _read(self, file: Path, offset: int, into: Tensor) -> None:
         view = memoryview(into.numpy().data)
@@ -238,8 +244,14 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 
 def _place(go: list[_Piece], held: Tensor) -> None:
+    """From the pieces' bytes, on the targets' device, to where they belong."""
+    dtype = go[0].as_it_is
+    if dtype is not None:
+        targets = [piece.target.view(-1) for piece in go]
+        torch._foreach_copy_(targets, list(held.view(dtype).split([target.numel() for target in targets])))
+        return
     for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
-        piece.place(part)
+        piece.convert(part)
 
 
 def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
@@ -265,11 +277,11 @@ def _scale_rows(kind: Format, scale: StoredTensor, first: int, last: int) -> _Re
 
 
 def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces in runs of about PIECE_BYTES: what one thread does in one go."""
+    """Pieces of one kind in runs of about PIECE_BYTES: what one thread does in one go."""
     go: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if go and size + piece.num_bytes > PIECE_BYTES:
+        if go and (size + piece.num_bytes > PIECE_BYTES or piece.as_it_is != go[0].as_it_is):
             yield go
             go, size = [], 0
         go.append(piece)

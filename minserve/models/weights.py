@@ -6,19 +6,17 @@ The model says where tensors go (`destinations`) and which it does not want (`ig
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minserve.errors import CheckpointError
-from minserve.models.checkpoint import Checkpoint, open_checkpoint
+from minserve.models.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from minserve.models.coverage import prove_coverage
 from minserve.models.destinations import Destination
 from minserve.models.formats import LAYOUTS, Formats, stored_names
@@ -55,19 +53,7 @@ class LoadableModel(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Each full collection walks through all of torch's objects: a tenth of a second, several times in a load."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def load_weights(
     model: LoadableModel,
     checkpoint: Checkpoint,
@@ -82,9 +68,7 @@ def load_weights(
     """
     started = time.monotonic()
     destinations = list(model.destinations())
-    proof = prove_load(model, checkpoint, destinations)
-    total = sum(tensor.num_bytes for transfer in proof.transfers for tensor in transfer.sources)
-    done = 0
+    done = total = 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -93,7 +77,10 @@ def load_weights(
             on_progress(done, total)
 
     notes = list(checkpoint.notes)
-    with torch.inference_mode(), WeightReader(checkpoint.files, threads) as reader:
+    device = destinations[0].target.device if destinations else torch.device("cpu")
+    with torch.inference_mode(), WeightReader(checkpoint.files, device, threads) as reader:
+        proof = prove_load(model, checkpoint, destinations)
+        total = sum(tensor.num_bytes for transfer in proof.transfers for tensor in transfer.sources)
         reader.run(proof.transfers, advance)
         notes += compare_tied_head(proof, checkpoint, reader)
     if done != total:
