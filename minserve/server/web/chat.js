@@ -127,6 +127,7 @@ export class Chat {
     const text = byId("prompt").value;
     if (this.#running || !text.trim()) return;
     byId("prompt").value = "";
+    byId("log").querySelectorAll("button").forEach((button) => button.remove()); // results come too late now
     this.#history.push({ role: "user", content: text });
     this.#show("user", "You").add("content", text);
     byId("log").scrollTop = byId("log").scrollHeight;
@@ -202,7 +203,7 @@ export class Chat {
   #remember(view, finish) {
     const said = { role: "assistant", content: view.text("content") };
     if (view.text("reasoning")) said.reasoning_content = view.text("reasoning");
-    const calls = finish === null ? [] : view.calls;
+    const calls = ["tool_calls", "stop"].includes(finish) ? view.calls : []; // else they may be cut off
     if (calls.length) {
       said.tool_calls = calls.map(({ id, name, code }) => ({ id, type: "function", function: { name, arguments: code.textContent } }));
       this.#offerResults(view);
