@@ -188,10 +188,11 @@ def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(chat: Page, s
     prompt = vocabulary.tokenizer.decode(scripted.engine.added[-1].prompt_token_ids)
     assert prompt.startswith("[tools:get_weather;]<user>weather?<assistant>I look.[call get_weather ")
     assert prompt.endswith("<tool>rain<assistant>")
-    scripted.engine.script = says(vocabulary, CALL[:-20])  # cut off: no call to go on with
-    chat.get_by_label("Most tokens").fill(str(len(CALL) - 40))
+    scripted.engine.script = says(vocabulary, CALL)  # cut off: no call to go on with
+    chat.get_by_label("Most tokens").fill(str(len(CALL) - 22))
     cut = ask(chat, "once more")
     expect(cut.locator(".meta")).to_contain_text("cut off at its most tokens")
+    expect(cut.locator("details.call")).to_have_count(1)
     expect(chat.get_by_role("button", name="Send results")).to_have_count(0)
 
 
