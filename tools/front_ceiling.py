@@ -2,7 +2,8 @@
 
 `python -m tools.front_ceiling [--workers 1 2 4]` starts the server with its mock engine, the bare handler as a process of its
 own, and reads streams from both with plain sockets. Costs are CPU time of the serving processes, which other work on the machine
-hardly changes; wall-clock rates are given beside them.
+hardly changes; wall-clock rates are given beside them. Last, how long /health takes while streams are sent as fast as they go,
+asked by a process of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from aiohttp import web
 PROMPT = {"messages": [{"role": "user", "content": "What is 23 + 58?"}], "stream": True, "ignore_eos": True}
 STREAMS = {1: 6000, 64: 1000, 256: 250}
 """Streams at once, and tokens of each."""
+PROBED_STREAMS, PROBED_TOKENS, PROBE_SECONDS = (60, 200), 2000, 4.0
 PACED_STREAMS, PACED_RATE, PACED_TOKENS = 256, 50.0, 150
 LEAST_TOKENS = 30_000
 FIRST_BYTES = 200
@@ -68,8 +70,8 @@ class Server:
         return total
 
 
-def request(port: int, max_tokens: int) -> bytes:
-    body = json.dumps({**PROMPT, "max_tokens": max_tokens}).encode()
+def request(port: int, max_tokens: int, **more: object) -> bytes:
+    body = json.dumps({**PROMPT, "max_tokens": max_tokens, **more}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n" % port
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
@@ -80,18 +82,20 @@ def connect(port: int) -> socket.socket:
     return client
 
 
-def stream(server: Server, num_streams: int, max_tokens: int) -> Cost:
+def stream(server: Server, num_streams: int, max_tokens: int, **more: object) -> Cost:
     """Reads that many streams to their ends; few streams several times, since CPU time is told in hundredths of a second."""
-    costs = [_stream_once(server, num_streams, max_tokens) for _ in range(max(1, LEAST_TOKENS // (num_streams * max_tokens)))]
+    costs = [
+        _stream_once(server, num_streams, max_tokens, **more) for _ in range(max(1, LEAST_TOKENS // (num_streams * max_tokens)))
+    ]
     return Cost(statistics.fmean(cost.cpu_seconds for cost in costs), statistics.fmean(cost.tokens_per_second for cost in costs))
 
 
-def _stream_once(server: Server, num_streams: int, max_tokens: int) -> Cost:
+def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: object) -> Cost:
     clients = [connect(server.port) for _ in range(num_streams)]
     with selectors.DefaultSelector() as selector:
         spent, began = server.cpu_seconds(), time.monotonic()
         for client in clients:
-            client.sendall(request(server.port, max_tokens))
+            client.sendall(request(server.port, max_tokens, **more))
             selector.register(client, selectors.EVENT_READ)
         left = num_streams
         while left:
@@ -132,6 +136,33 @@ def first_byte_seconds(port: int) -> float:
             while not data.endswith(END):
                 data += client.recv(1 << 16)
     return statistics.median(times)
+
+
+def probe(port: int) -> None:
+    """Asks /health again and again, and says how long that took."""
+    times: list[float] = []
+    end = time.monotonic() + PROBE_SECONDS
+    with connect(port) as client:
+        while (began := time.monotonic()) < end:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            if b" 200 " not in client.recv(1 << 12):
+                raise ConnectionError("the server is not healthy")
+            times.append(1e3 * (time.monotonic() - began))
+            time.sleep(0.02)
+    times.sort()
+    median, tail = times[len(times) // 2], times[len(times) * 9 // 10]
+    sys.stdout.write(f"/health median {median:.0f} ms, p90 {tail:.0f} ms, worst {times[-1]:.0f} ms ({len(times)} times)\n")
+
+
+def health(server: Server, num_streams: int, **more: object) -> str:
+    """What `probe` says while that many streams are read."""
+    words = [sys.executable, "-m", "tools.front_ceiling", "--probe", str(server.port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as probing:
+        seen = 0.0
+        while probing.poll() is None:
+            seen = stream(server, num_streams, PROBED_TOKENS, **more).tokens_per_second
+        said = probing.communicate()[0]
+    return f" {num_streams} streams at {seen:.0f} tokens/s: {said}"
 
 
 @contextlib.contextmanager
@@ -221,7 +252,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.probe is not None:
+        probe(arguments.probe)
+        return
     if arguments.bare is not None:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(serve_bare(bytes.fromhex(arguments.bare), arguments.rate))
@@ -246,6 +281,10 @@ def main() -> None:
         with minserve(workers, PACED_RATE, PACED_STREAMS) as server:
             name = f"{PACED_STREAMS} streams, {1000 / PACED_RATE:.0f} ms steps"
             say(line(name, best(server, PACED_STREAMS, PACED_TOKENS), paced) + "\n")
+    with minserve(1, 0, max(PROBED_STREAMS)) as server:
+        for number in PROBED_STREAMS:
+            say("plain," + health(server, number))
+            say("20 log-probabilities," + health(server, number, logprobs=True, top_logprobs=20))
 
 
 if __name__ == "__main__":
