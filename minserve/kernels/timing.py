@@ -18,6 +18,7 @@ _BF16 = torch.bfloat16
 def graph_microseconds(calls: Sequence[Call], replays: int = 10) -> float:
     """Time of one call, from replays of a graph that holds all of them."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be making the inputs
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -99,6 +99,8 @@ def _fastest(tokens: int, shape: ExpertShape, weights: ExpertWeights, ways: dict
             times.append((graph_microseconds([partial(function, *rows, weights) for rows in inputs]), choice))
         except Exception as error:  # too much shared memory, a library's refusal: what it is says the library
             sys.stdout.write(f"  {tokens:5d} tokens: {choice} does not run: {type(error).__name__}\n")
+    if not any(choice.path == "tiles" for _, choice in times):
+        raise EnvironmentFault(f"no tiled product of {shape} runs on this GPU; see the lines above")
     times.sort(key=lambda entry: entry[0])
     for microseconds, choice in times[:2]:
         sys.stdout.write(f"  {tokens:5d} tokens {microseconds:9.1f} us  {choice}\n")

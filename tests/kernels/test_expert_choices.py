@@ -10,7 +10,7 @@ import pytest
 
 from minserve.kernels import expert_choices
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape, by_rule
-from minserve.kernels.expert_tiles import Block, TileSizes
+from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes
 from minserve.remembered import Remembered
 
 SHAPE = ExpertShape("fp8_block", 128, 2048, 768, 8)
@@ -47,3 +47,20 @@ def test_own_measurements_go_before_shipped_ones(tmp_path: Path, monkeypatch: py
     choices = ExpertChoices("Some GPU", Remembered(tmp_path / "remembered"))
     choices.keep(SHAPE, [(16, FAST)])
     assert choices.of(3, SHAPE) == FAST
+
+
+def test_shipped_tables_can_be_launched() -> None:
+    files = list((Path(expert_choices.__file__).parent / "tuned").glob("*.json"))
+    assert files
+    for name, table in ((name, table) for file in files for name, table in json.loads(file.read_text()).items()):
+        most = [tokens for tokens, _ in table]
+        assert most == sorted(most), name
+        for tokens, values in table:
+            choice = Choice.from_json(values)
+            assert choice.to_json() == values, (name, tokens)
+            kind = name.partition(" ")[0]
+            assert kind != "int4_group" or choice.path == "tiles", (name, tokens)
+            assert tokens > OWN_TILES_TOKENS or choice.sizes.rows == OWN_TILES_TOKENS, (name, tokens)
+            for block in (choice.sizes.up, choice.sizes.down):
+                assert block.n & (block.n - 1) == block.k & (block.k - 1) == 0, (name, tokens)
+                assert kind != "fp8_block" or max(block.n, block.k) <= 128, (name, tokens)
