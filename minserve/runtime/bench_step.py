@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seat = bench_ranks.own_seat()
     if options.ep_size != seat.num_ranks:
         return bench_ranks.spawn(["-P", "-m", "minserve.runtime.bench_step", *(arguments or sys.argv[1:])], options.ep_size)
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    level = "INFO" if options.verbose and seat.rank == 0 else "WARNING"
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         report = _bench(options)
     except ServerError as error:
@@ -100,6 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="list each batch's kernels, and draw a layer into a folder")
+    parser.add_argument("--verbose", action="store_true", help="tell each row as it is measured")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts, each with the whole batch")
     parser.add_argument("--moe-dispatcher", default="auto", choices=["auto", "deepep", "torch"])
     parser.add_argument("--skew", type=float, default=0.0, help="how much the correction bias favours the first experts")
