@@ -13,6 +13,7 @@ from typing import Any
 
 from minserve.config import Config
 from minserve.errors import CheckpointError, UsageError
+from minserve.quantization import claimed_format, quantization_section
 from minserve.roofline import GPUS, Gpu, ModelShape, kv_bytes_per_token, parameters, shape_from_config, step_floor, weight_bytes
 
 FLOOR_BATCHES = (1, 8, 32, 128, 256)
@@ -24,10 +25,14 @@ DISPATCH_TOKENS = 128
 """Tokens a rank that one low-latency dispatch can carry at least."""
 
 _MAX_SIZE = 1 << 32
-_CONTEXT_BYTES = 1.0e9
+_CONTEXT_BYTES = 1.2e9
 """CUDA context, kernel code, cuBLAS and vendor libraries' workspaces."""
-_GRAPH_BYTES = 16e6
+_GRAPH_BYTES = 5e6
 """The driver's memory for one captured graph."""
+_SAMPLED_ROWS, _SAMPLED_BYTES = 64, 80
+"""Rows that are sampled at once at most, and what a graph of them takes for each token id: logits, and sorting them."""
+_MIXED_GRAPHS = 12
+"""Captured sizes of steps that read prompts, about."""
 _CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
@@ -76,7 +81,9 @@ class Plan:
 def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """config.json of a directory (or that file itself), and what the index beside it says. CheckpointError when unreadable."""
     directory = model.parent if model.name == "config.json" else model
-    config = _read_object(directory / "config.json")
+    config, elsewhere = _read_object(directory / "config.json"), directory / "hf_quant_config.json"
+    if elsewhere.exists() and not quantization_section(config):
+        config["quantization_config"] = _read_object(elsewhere).get("quantization")
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return config, ()
@@ -105,8 +112,8 @@ def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: 
     sizes = (*positive, *(value for value in dataclasses.astuple(shape) if not isinstance(value, str)))
     if min(positive) <= 0 or min(sizes) < 0 or max(sizes) > _MAX_SIZE or (shape.num_experts and shape.top_k > shape.num_experts):
         raise CheckpointError(f"{model}: config.json: a size is out of range")
-    if shape.experts == "int4":
-        notes += ("INT4 experts are counted as INT4; a kernel stack that cannot read them widens them to 16 bits",)
+    if claimed_format(quantization_section(config)) == "nvfp4":
+        notes += ("NVFP4 weights are widened to 16 bits while they are loaded",)
     plan = measure(shape, model, settings, longest, notes)
     return plan if plan.fits else dataclasses.replace(plan, verdict=_what_to_move(shape, plan, settings, longest))
 
@@ -161,12 +168,12 @@ def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
     tokens, size = max(settings.chunked_prefill_size, settings.max_num_seqs), m.element_bytes
     widest = max(m.dense_intermediate, m.shared_intermediate, m.heads * max(m.head_dim, m.nope + m.rope))
     rows = tokens * m.top_k * (2 * m.hidden + 3 * m.expert_intermediate)  # permuted in and out, gate, up, product
-    # fp32 logits, and what sorting them takes: values, and indices of eight bytes, twice.
-    logits = settings.max_num_seqs * m.vocab * (4 + 2 * (4 + 8))
-    captured = [batch for batch in _CAPTURED if batch < settings.max_num_seqs] + [settings.max_num_seqs]
-    share = captured[-1] / tokens
-    step = (rows + tokens * (6 * m.hidden + 3 * widest)) * size
-    buffers = {"step": step + logits, "graphs": step * share + _GRAPH_BYTES * len(captured), "context": _CONTEXT_BYTES}
+    forward = (rows + tokens * (3 * m.hidden + widest)) * size
+    sampled = min(settings.max_num_seqs, _SAMPLED_ROWS) * m.vocab * _SAMPLED_BYTES
+    captured = sum(batch < settings.max_num_seqs for batch in _CAPTURED) + 1 + _MIXED_GRAPHS
+    # Graphs share one pool: the largest step's tensors, and what of sampling does not fit between them.
+    graphs = max(forward, sampled) + sampled / 2 + _GRAPH_BYTES * captured
+    buffers = {"step": max(forward, sampled * 2 / 3), "graphs": graphs, "context": _CONTEXT_BYTES}
     if settings.ep_size > 1:
         # DeepEP low-latency: dispatch and combine, sent and received, in two sets used in turn.
         message = max(DISPATCH_TOKENS, settings.max_num_seqs) * (2 * m.hidden + 16)

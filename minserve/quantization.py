@@ -13,6 +13,12 @@ INT4_GROUP = 32
 """Values along a row that share one INT4 scale."""
 
 
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a config.json, be it at its top or in its text_config; empty when there is none."""
+    parts = (part for part in (config.get("text_config"), config) if isinstance(part, Mapping))
+    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), {})
+
+
 def claimed_format(quantization: Mapping[str, Any]) -> Literal["fp8_block", "int4_group", "nvfp4"] | None:
     """The format that a section announces, None when it names none. CheckpointError for one that is not supported."""
     method, algorithm = quantization.get("quant_method"), quantization.get("quant_algo")

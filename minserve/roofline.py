@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from minserve.quantization import FP8_BLOCK, INT4_GROUP, claimed_format
+from minserve.quantization import FP8_BLOCK, INT4_GROUP, claimed_format, quantization_section
 
 MAX_LAYERS = 10_000
 
@@ -35,7 +35,7 @@ class Gpu:
     gpus_per_host: int
 
 
-H200 = Gpu("h200", 143_771 * 2.0**20, 4.3e12, 790e12, 1300e12, 350e9, 400e9 / 8, 8)
+H200 = Gpu("h200", 143_156 * 2.0**20, 4.3e12, 790e12, 1300e12, 350e9, 400e9 / 8, 8)
 GPUS: Mapping[str, Gpu] = {H200.name: H200}
 
 
@@ -105,7 +105,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         step = int(text.get("decoder_sparse_step") or 1)
         dense_only = set(text.get("mlp_only_layers") or ())
         sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
-    kind = claimed_format(text.get("quantization_config") or config.get("quantization_config") or {})
+    kind = claimed_format(quantization_section(config))
     fp8 = kind == "fp8_block"
     heads = int(text["num_attention_heads"])
     return ModelShape(

@@ -107,12 +107,13 @@ def test_the_advice_is_true_and_the_least(name: str) -> None:
 
 def test_too_long_a_context_names_the_longest_that_fits() -> None:
     config = config_of("qwen3-235b-a22b")
-    plan = make_plan(config, "q", Settings(ep_size=4, max_model_len=40960))
+    settings = Settings(ep_size=4, max_model_len=40960, max_num_seqs=64, chunked_prefill_size=2048)
+    plan = make_plan(config, "q", settings)
     assert not plan.fits
     length = int(plan.verdict.partition("lower --max-model-len to ")[2].split()[0])
     assert f"the KV cache holds {length:,} tokens and --max-model-len is 40,960" in plan.verdict
-    assert make_plan(config, "q", Settings(ep_size=4, max_model_len=length)).fits
-    assert not make_plan(config, "q", Settings(ep_size=4, max_model_len=length + 1)).fits
+    assert make_plan(config, "q", dataclasses.replace(settings, max_model_len=length)).fits
+    assert not make_plan(config, "q", dataclasses.replace(settings, max_model_len=length + 1)).fits
 
 
 def test_what_no_flag_can_help_is_said() -> None:
@@ -124,8 +125,8 @@ def test_smaller_steps_are_advised_where_only_they_help() -> None:
     config = config_of("moonlight-16b-a3b")
     wanted = Settings(ep_size=64, chunked_prefill_size=1 << 20)
     plan = make_plan(config, "m", wanted)
-    assert plan.verdict.endswith("too much for a rank; lower --chunked-prefill-size to 524288")
-    assert make_plan(config, "m", dataclasses.replace(wanted, chunked_prefill_size=524288)).fits
+    assert plan.verdict.endswith("too much for a rank; lower --chunked-prefill-size to 262144")
+    assert make_plan(config, "m", dataclasses.replace(wanted, chunked_prefill_size=262144)).fits
     assert buffer_bytes(shape_from_config(config), wanted)["step"] > buffer_bytes(shape_from_config(config), Settings())["step"]
 
 
@@ -191,6 +192,16 @@ def test_the_index_beside_the_config_is_quoted(tmp_path: Path) -> None:
     assert "the index lists 2 files, 61.1 GB" in describe(make_plan(config, "q", Settings(), notes))
 
 
+def test_nvfp4_counts_as_what_it_is_widened_to(tmp_path: Path) -> None:
+    plain = config_of("kimi-k2-thinking")
+    del plain["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    plan = make_plan(read_config(tmp_path)[0], "k", Settings(ep_size=8))
+    assert plan.weights == make_plan(plain, "k", Settings(ep_size=8)).weights
+    assert "note: NVFP4 weights are widened to 16 bits while they are loaded" in describe(plan)
+
+
 # ---- the command
 
 
@@ -198,7 +209,7 @@ def test_the_command_prints_a_table_and_exits_0_or_5() -> None:
     done = minserve("plan", str(SHAPES / "qwen3-30b-a3b"), "--max_model_len", "4096")
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("fits: the KV cache of a rank holds 74") and "64 requests of 4,096 tokens" in last
+    assert last.startswith("fits: the KV cache of a rank holds 71") and "128 requests of 4,096 tokens" in last
     assert "routed experts" in done.stdout and "(estimate)" in done.stdout and "1.44 ms" in done.stdout
     done = minserve("plan", str(SHAPES / "deepseek-v3"), "--json")
     assert done.returncode == 5
