@@ -145,8 +145,8 @@ def _choose_kernel(
     tl.store(weights + target, tl.where(token < real, chosen_scores, 0.0), mask=written)
 
 
-_PROGRAMS = 128
-"""About one a multiprocessor: a small batch's router weights are read by all of them at once."""
+_PROGRAMS = 512
+"""Of one warp each: about four a multiprocessor, so that no program has much to add up."""
 
 
 def route(

@@ -44,6 +44,8 @@ class Launch:
     start: float
     """Microseconds from the step's first kernel."""
     length: float
+    alone: float
+    """Microseconds of it after the kernel before it on the stream had ended: one that starts early waits for that."""
     stream: int
     megabytes: float
     """What the entry must move, with its longest kernel; 0 with its others."""
@@ -92,13 +94,16 @@ def trace(runner: ModelRunner, step: ScheduledStep, replay: Callable[[], object]
     first = events[0]["ts"]
     seen: collections.Counter[str] = collections.Counter()
     launches = []
+    ends: dict[int, float] = {}
     for event in events:
         # The same kernel runs in the same order in both; only lanes shift against each other.
         owners = calls.get(event["name"], [])
         entry, megabytes = owners[seen[event["name"]]] if seen[event["name"]] < len(owners) else ("", 0.0)
         seen[event["name"]] += 1
-        times = event["ts"] - first, event["dur"]
-        launches.append(Launch(entry, event["name"], *times, event["args"]["stream"], megabytes))
+        start, length, stream = event["ts"] - first, event["dur"], event["args"]["stream"]
+        ended = ends.get(stream, 0.0)
+        ends[stream] = max(ended, start + length)
+        launches.append(Launch(entry, event["name"], start, length, ends[stream] - max(start, ended), stream, megabytes))
     return StepTrace(len(step.rows), runner.model.num_layers, tuple(launches), edges_of(graph))
 
 
@@ -212,7 +217,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def table(traced: StepTrace) -> Table:
-    """One line a kernel of an entry: calls a layer, microseconds, bytes, bandwidth, share of the step."""
+    """One line a kernel of an entry: calls a layer, microseconds after the kernel before, bytes, bandwidth, share of the step."""
     rows: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
     for launch in traced.launches:
         rows[launch.entry or "torch", _short(launch.kernel)].append(launch)
@@ -223,8 +228,8 @@ def table(traced: StepTrace) -> Table:
     )
     for column in ("entry", "kernel", "a layer", "us", "MB", "GB/s", "share"):
         shown.add_column(column, justify="left" if column in ("entry", "kernel") else "right", overflow="fold")
-    for (entry, kernel), launches in sorted(rows.items(), key=lambda row: -sum(launch.length for launch in row[1])):
-        total = sum(launch.length for launch in launches)
+    for (entry, kernel), launches in sorted(rows.items(), key=lambda row: -sum(launch.alone for launch in row[1])):
+        total = sum(launch.alone for launch in launches)
         megabytes = sum(launch.megabytes for launch in launches)
         shown.add_row(
             entry,
@@ -232,7 +237,7 @@ def table(traced: StepTrace) -> Table:
             f"{len(launches) / traced.layers:.2f}",
             f"{total / len(launches):.2f}",
             f"{megabytes / len(launches):.2f}" if megabytes else "",
-            f"{megabytes / total * 1e3:,.0f}" if megabytes else "",
+            f"{megabytes / total * 1e3:,.0f}" if megabytes and total else "",
             f"{total / traced.span:.1%}",
         )
     return shown
@@ -263,17 +268,17 @@ def draw(traced: StepTrace, path: Path) -> None:
     middle = len(starts) // 2
     begin, end = starts[middle - 1 : middle + 1] if len(starts) > 1 else (0.0, traced.span)
     shown = [launch for launch in traced.launches if begin <= launch.start < end]
-    streams = sorted({launch.stream for launch in shown})
-    figure = Figure(figsize=(14.0, 1.5 + 1.6 * len(streams)), layout="constrained")
+    figure = Figure(figsize=(13.0, 1.2 + 0.28 * len(shown)), layout="constrained")
     axes = figure.subplots()
-    names = sorted({launch.entry or "torch" for launch in shown})
-    for launch in shown:
-        lane, colour = streams.index(launch.stream), f"C{names.index(launch.entry or 'torch') % 10}"
-        axes.barh(lane, launch.length, left=launch.start - begin, height=0.6, color=colour, edgecolor="white", linewidth=0.5)
-    for index, name in enumerate(names):
-        axes.barh(0, 0, color=f"C{index % 10}", label=name)
-    axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+    streams = sorted({launch.stream for launch in shown})
+    for line, launch in enumerate(shown):
+        colour, start = f"C{streams.index(launch.stream)}", launch.start - begin
+        waiting = launch.length - launch.alone
+        axes.barh(line, waiting, left=start, height=0.7, color="lightgrey")
+        axes.barh(line, launch.alone, left=start + waiting, height=0.7, color=colour)
+    labels = [f"{launch.entry or 'torch'}: {_short(launch.kernel)}" for launch in shown]
+    axes.set_yticks(range(len(shown)), labels, fontsize=7)
+    axes.invert_yaxis()
     axes.set_xlabel("us")
-    axes.set_title(f"one layer at batch {traced.batch}: {end - begin:.1f} us", fontsize=10)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    axes.set_title(f"one layer at batch {traced.batch}: {end - begin:.1f} us; a colour a stream, grey: waiting", fontsize=10)
     figure.savefig(path, dpi=130)
