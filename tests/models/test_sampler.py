@@ -348,7 +348,7 @@ VOCABULARY = 10
 
 @settings(max_examples=200, deadline=None)
 @given(
-    logits=st.lists(st.floats(-4, 4, width=16), min_size=VOCABULARY, max_size=VOCABULARY),
+    logits=st.lists(st.integers(-64, 64).map(lambda sixteenths: sixteenths / 16), min_size=VOCABULARY, max_size=VOCABULARY),
     prompt=st.lists(st.integers(0, VOCABULARY - 1), max_size=6),
     output=st.lists(st.integers(0, VOCABULARY - 1), max_size=6),
     repetition=st.sampled_from([1.0, 0.5, 2.0]),
