@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -25,19 +24,14 @@ class OpenAIClient:
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._root = base_url.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
+        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS), aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._session is not None:
-            await self._session.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._json("POST", self._root + path, body)
@@ -50,7 +44,7 @@ class OpenAIClient:
         """The data of each server-sent event, the end mark left out. Raises RequestRefused and EnvironmentFault."""
         url = self._root + path
         with _faults(url):
-            async with self._open.post(url, json=body) as response:
+            async with self._session.post(url, json=body) as response:
                 if response.status >= 400:
                     raise RequestRefused(f"{url} answered {response.status}: {_message(await response.text())}")
                 waiting = b""
@@ -70,7 +64,7 @@ class OpenAIClient:
     async def _json(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """The decoded object. Raises RequestRefused on an error status, EnvironmentFault when there is no such server."""
         with _faults(url):
-            async with self._open.request(method, url, json=body) as response:
+            async with self._session.request(method, url, json=body) as response:
                 text = await response.text()
                 if response.status >= 400:
                     raise RequestRefused(f"{url} answered {response.status}: {_message(text)}")
@@ -81,12 +75,6 @@ class OpenAIClient:
         if not isinstance(decoded, dict):
             raise EnvironmentFault(f"{url} answered with something that is no JSON object; is this an OpenAI-style server?")
         return decoded
-
-    @property
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("the client is used outside its context")
-        return self._session
 
 
 @contextlib.contextmanager

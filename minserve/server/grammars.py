@@ -11,7 +11,7 @@ import dataclasses
 import decimal
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -208,9 +208,6 @@ _OPENING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "patternProperties"})
 """Beside these, `properties` need not be all that a schema names."""
 _NUMBER = "/[0-9]{1,3}/"
 _END_TAG = "\n</parameter>\n"
-
-Spell = Callable[[str], str]
-"""A mark of the tool format as a grammar names it: a special token or a text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
