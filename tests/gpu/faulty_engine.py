@@ -12,7 +12,7 @@ from minserve.runtime import cuda_graph, engine
 
 if __name__ == "__main__":
     build = stacks.build
-    stacks.build = lambda name, device: disposing(build(name, device))
+    stacks.build = lambda *arguments: disposing(build(*arguments))
     if os.environ["MINSERVE_TEST_FLAG"] == "off":
         cuda_graph.capture_mode = without_dispose_flag
     engine.leave(engine.main())
