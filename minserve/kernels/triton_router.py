@@ -131,9 +131,11 @@ def _choose_kernel(
     chosen = tl.zeros([block_slots], tl.int32)
     chosen_scores = tl.zeros([block_slots], tl.float32)
     for turn in tl.static_range(top_k):
-        _, pick = tl.max(choice, axis=0, return_indices=True)  # of equal values the first
+        best_score, pick = tl.max(choice, axis=0, return_indices=True)  # of equal values the first
+        if biased:
+            best_score = tl.sum(tl.where(place == pick, scores, 0.0), axis=0)
         chosen = tl.where(slot == turn, pick, chosen)
-        chosen_scores = tl.where(slot == turn, tl.sum(tl.where(place == pick, scores, 0.0), axis=0), chosen_scores)
+        chosen_scores = tl.where(slot == turn, best_score, chosen_scores)
         choice = tl.where(place == pick, nothing, choice)
     if normalize:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
