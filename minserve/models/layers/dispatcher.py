@@ -153,7 +153,7 @@ class TorchDispatcher:
         with _failures_named():
             torch.distributed.all_to_all_single(partial, sent, group=self._group)
         of_ranks = partial.to(output.device).view(self._num_ranks, handle.rows_per_rank, output.shape[1])
-        return of_ranks.float().sum(0)[: handle.num_tokens].to(output.dtype)
+        return of_ranks[:, : handle.num_tokens].sum(0, dtype=torch.float32).to(output.dtype)
 
 
 class ExchangeBuffer(Protocol):
