@@ -21,12 +21,14 @@ FLOOR_CONTEXT = 1024
 MAX_RANKS = 64
 MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen2_moe", "qwen3_moe"})
 """Whose parameters the arithmetic knows: the kinds that are served."""
-DISPATCH_TOKENS = 128
-"""Tokens a rank that one low-latency dispatch can carry at least."""
+_DISPATCH_STEP = 64
+"""A rank's room in a low-latency dispatch is a multiple of it: for its decode rows, and one more for prompts."""
 
 _MAX_SIZE = 1 << 32
 _CONTEXT_BYTES = 1.2e9
 """CUDA context, kernel code, cuBLAS and vendor libraries' workspaces."""
+_LIBRARIES_BYTES = 2.3e9
+"""NCCL's, NVSHMEM's and DeepEP's own, whatever the model."""
 _GRAPH_BYTES = 5e6
 """The driver's memory for one captured graph."""
 _SAMPLED_ROWS, _SAMPLED_BYTES = 64, 80
@@ -176,8 +178,8 @@ def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
     buffers = {"step": max(forward, sampled * 2 / 3), "graphs": graphs, "context": _CONTEXT_BYTES}
     if settings.ep_size > 1:
         # DeepEP low-latency: dispatch and combine, sent and received, in two sets used in turn.
-        message = max(DISPATCH_TOKENS, settings.max_num_seqs) * (2 * m.hidden + 16)
-        buffers["communication"] = 2.0 * 2.0 * m.num_experts * message
+        capacity = (-(-settings.max_num_seqs // _DISPATCH_STEP) + 1) * _DISPATCH_STEP
+        buffers["communication"] = _LIBRARIES_BYTES + 2.0 * 2.0 * m.num_experts * capacity * (2 * m.hidden + 16)
     return buffers
 
 

@@ -107,7 +107,7 @@ def test_the_advice_is_true_and_the_least(name: str) -> None:
 
 def test_too_long_a_context_names_the_longest_that_fits() -> None:
     config = config_of("qwen3-235b-a22b")
-    settings = Settings(ep_size=4, max_model_len=40960, max_num_seqs=64, chunked_prefill_size=2048)
+    settings = Settings(ep_size=8, max_model_len=40960, max_num_seqs=64, chunked_prefill_size=2048, gpu_memory_utilization=0.56)
     plan = make_plan(config, "q", settings)
     assert not plan.fits
     length = int(plan.verdict.partition("lower --max-model-len to ")[2].split()[0])
