@@ -259,7 +259,8 @@ def load(
     if exchange is not None:
         exchange.settle(model)
     timeline.begin("load")
-    report = dummy_weights(model, config.seed) if checkpoint is None else load_weights(model, checkpoint, _rate(timeline))
+    with kv_cache.refusal_of_memory("weights on their way to their places"):
+        report = dummy_weights(model, config.seed) if checkpoint is None else load_weights(model, checkpoint, _rate(timeline))
     with kv_cache.refusal_of_memory("the weights' final layout"):
         model.finish_load()
     log.info("weights proven\n%s", report)
