@@ -119,7 +119,7 @@ class DeepGemmProducts:
                 place.num_rows,
                 mapping="scatter",
                 where=place.destinations,
-                items=slot_ids.numel(),
+                items=tokens,
                 top_k=top_k,
                 groups=groups,
                 quantize=fp8,

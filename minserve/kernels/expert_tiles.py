@@ -47,8 +47,10 @@ def tile_sizes(tokens: int, mean: int, kind: ExpertFormat) -> TileSizes:
         return TileSizes(8 if fp8 and mean <= 4 else 16, block, block)
     if mean <= 48:
         return TileSizes(32, Block(64, 128, 4, 3), Block(64, 128, 4, 3))
-    block = Block(64, 128 if fp8 else 64, 4 if mean <= 96 else 8, 3)
-    return TileSizes(64 if mean <= 96 else 128, block, block, 8)
+    if mean <= 96:
+        return TileSizes(64, Block(64, 128 if fp8 else 64, 4, 3), Block(64, 128 if fp8 else 64, 4, 3), 8)
+    block = Block(64, 128, 8, 3) if fp8 else Block(128, 64, 8, 3)
+    return TileSizes(128, block, block, 8)
 
 
 FIXED_SIZES = TileSizes(32, Block(64, 128, 4, 3), Block(64, 128, 4, 3))

@@ -20,7 +20,21 @@ from minserve.kernels.launch import dependent_launch, follow, lead
 
 FP8_BLOCK = 128
 FP8_MAX = 448.0
-_CHUNK = 1024
+_CHUNK = 4096
+"""Most pairs that a program looks at at once."""
+
+
+@triton.jit
+def _count_kernel(slot_ids, counts, pairs, chunk: tl.constexpr, dependent: tl.constexpr):
+    """Program e counts expert e's pairs."""
+    follow(dependent)
+    lead(dependent)
+    expert = tl.program_id(0)
+    found = tl.zeros([chunk], tl.int32)
+    for first in range(0, pairs, chunk):
+        pair = first + tl.arange(0, chunk)
+        found += (tl.load(slot_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
@@ -36,6 +50,7 @@ def _place_kernel(
     capacity,
     num_rows,
     packed: tl.constexpr,
+    counted: tl.constexpr,
     want_destinations: tl.constexpr,
     want_rows: tl.constexpr,
     want_tiles: tl.constexpr,
@@ -52,14 +67,17 @@ def _place_kernel(
     start = expert.to(tl.int64) * capacity
     end = start + capacity
     if packed:
-        # Each program counts all experts' pairs for itself: cheaper than a launch that counts them once.
         all_experts = tl.arange(0, block_experts)
-        sizes = tl.zeros([block_experts], tl.int32)
-        for first in range(0, pairs, chunk):
-            pair = first + tl.arange(0, chunk)
-            owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
-            known = (owner >= 0) & (owner < num_experts)
-            sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
+        if counted:
+            sizes = tl.load(counts + all_experts, mask=all_experts < num_experts, other=0)
+        else:
+            # Each program counts all experts' pairs for itself: with few pairs cheaper than a launch that counts them once.
+            sizes = tl.zeros([block_experts], tl.int32)
+            for first in range(0, pairs, chunk):
+                pair = first + tl.arange(0, chunk)
+                owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
+                known = (owner >= 0) & (owner < num_experts)
+                sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
         padded = (sizes + tile - 1) // tile * tile
         start = tl.sum(tl.where(all_experts < expert, padded, 0), axis=0).to(tl.int64)
         end = start + tl.sum(tl.where(all_experts == expert, padded, 0), axis=0)
@@ -76,7 +94,8 @@ def _place_kernel(
         if want_rows:
             tl.store(rows + row, pair, mask=mine)
         found += tl.sum(mine.to(tl.int32), axis=0)
-    tl.store(counts + expert, found)
+    if not counted:
+        tl.store(counts + expert, found)
     last = expert == num_experts - 1
     limit = tl.where(last, num_rows, end)
     if want_rows:
@@ -221,6 +240,9 @@ def _place(
     pairs = slot_ids.numel()
     slot_ids = slot_ids.contiguous()
     chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    counted, num_warps, dependent = packed and pairs > _CHUNK, 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
+    if counted:
+        _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=num_warps, **dependent)
     _place_kernel[(num_experts,)](
         slot_ids,
         counts,
@@ -233,6 +255,7 @@ def _place(
         capacity,
         num_rows,
         packed=packed,
+        counted=counted,
         want_destinations=destinations is not None,
         want_rows=rows is not None,
         want_tiles=tile_expert is not None,
@@ -240,8 +263,8 @@ def _place(
         tile=tile,
         chunk=chunk,
         block_experts=triton.next_power_of_2(num_experts),
-        num_warps=4,
-        **dependent_launch(slot_ids.device),
+        num_warps=num_warps,
+        **dependent,
     )
     return counts
 
@@ -254,11 +277,11 @@ def _move_rows_kernel(
     where,
     width,
     source_stride,
-    top_k,
     group_rows,
     scale_group_stride,
     scale_column_stride,
     mapping: tl.constexpr,
+    places: tl.constexpr,
     gated: tl.constexpr,
     quantize: tl.constexpr,
     fp8_max: tl.constexpr,
@@ -266,20 +289,15 @@ def _move_rows_kernel(
     block: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """Item i's row: 0 all (i), 1 scatter (from i // top_k to where[i]), 2 listed (where[i])."""
+    """Item i is row: 0 all (i), 1 scatter (i, which goes to `places` rows), 2 listed (where[i])."""
     follow(dependent)
     lead(dependent)
     item = tl.program_id(0).to(tl.int64)
     origin = item
-    row = item
-    if mapping == 1:
-        origin = item // top_k
-        row = tl.load(where + item).to(tl.int64)
     if mapping == 2:
-        row = tl.load(where + item).to(tl.int64)
-        origin = row
-    if row < 0:
-        return
+        origin = tl.load(where + item).to(tl.int64)
+        if origin < 0:
+            return
     index = tl.program_id(1) * blocks + tl.arange(0, blocks)
     columns = index[:, None] * block + tl.arange(0, block)[None, :]
     inside = columns < width
@@ -290,9 +308,15 @@ def _move_rows_kernel(
     if quantize:
         scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-4) / fp8_max
         values = values / scale[:, None]
-        place = scales + (row // group_rows) * scale_group_stride + index * scale_column_stride + row % group_rows
-        tl.store(place, scale, mask=index * block < width)
-    tl.store(target + row * width + columns, values.to(target.dtype.element_ty), mask=inside)
+    result = values.to(target.dtype.element_ty)
+    for place in tl.static_range(places):
+        row = origin
+        if mapping == 1:
+            row = tl.load(where + item * places + place).to(tl.int64)
+        if quantize:
+            spot = scales + (row // group_rows) * scale_group_stride + index * scale_column_stride + row % group_rows
+            tl.store(spot, scale, mask=(row >= 0) & (index * block < width))
+        tl.store(target + row * width + columns, result, mask=(row >= 0) & inside)
 
 
 Mapping = Literal["all", "scatter", "listed"]
@@ -312,8 +336,8 @@ def move_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows of source [N, W] moved into a new [num_rows, W], optionally through SiLU-and-multiply ([N, 2W]) and into FP8.
 
-    mapping: "all" row i to row i; "scatter" row i // top_k to row where[i] for `items` pairs, -1 skipped; "listed" row
-    where[i] to itself. Rows that nothing goes to stay as allocated.
+    mapping: "all" row i to row i; "scatter" row i to the rows where[i * top_k] and on for `items` rows, -1 skipped; "listed"
+    row where[i] to itself. Rows that nothing goes to stay as allocated.
     With `quantize`, the second result holds fp32 scales [groups, num_rows / groups, W / 128], rows fastest and padded to
     four, as DeepGEMM reads them; amax is at least 1e-4, scale = amax / 448.
     """
@@ -333,11 +357,11 @@ def move_rows(
             target if where is None else where,
             width,
             source.stride(-2),
-            top_k,
             max(group_rows, 1),
             columns * padded_rows,
             padded_rows,
             mapping={"all": 0, "scatter": 1, "listed": 2}[mapping],
+            places=top_k,
             gated=gated,
             quantize=quantize,
             fp8_max=FP8_MAX,

@@ -25,7 +25,7 @@ from minserve.kernels.timing import graph_microseconds, random_experts, random_t
 from minserve.remembered import Remembered
 from minserve.roofline import shape_from_config
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _ROUTINGS = 8
 """Random choices of experts that one graph runs through, so that a second-level cache helps none."""
 
@@ -128,7 +128,7 @@ def _sizes(tokens: int, shape: ExpertShape, rule: TileSizes) -> Iterator[TileSiz
     elif shape.format == "fp8_block":
         blocks = [Block(32, 128, 2, 3), Block(32, 128, 2, 4), Block(64, 128, 4, 3), Block(64, 128, 2, 4), Block(128, 128, 4, 3)]
     else:
-        blocks = [Block(32, 128, 2, 4), Block(32, 256, 2, 3), Block(64, 128, 4, 3), Block(64, 64, 4, 5), Block(128, 128, 8, 3)]
+        blocks = [Block(32, 128, 2, 4), Block(32, 256, 2, 3), Block(64, 128, 4, 3), Block(64, 64, 4, 5), Block(128, 64, 8, 3)]
     if tokens <= OWN_TILES_TOKENS:
         rows = [OWN_TILES_TOKENS]
     else:
