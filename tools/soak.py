@@ -201,7 +201,7 @@ def growth(readings: list[Reading]) -> list[str]:
     part = max(1, len(later) // 3)
     found = [f"reading {n}: something still runs or holds pages: {r}" for n, r in enumerate(readings) if r.running or r.pages]
     for name in ("files", "megabytes", "engine_megabytes"):
-        first, last = (statistics.mean(getattr(reading, name) for reading in some) for some in (later[:part], later[-part:]))
+        first, last = (statistics.median(getattr(reading, name) for reading in some) for some in (later[:part], later[-part:]))
         if last > first * ALLOWED_GROWTH:
             found.append(f"{name} grew from {first:.1f} to {last:.1f}")
     return found
