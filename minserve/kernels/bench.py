@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minserve.kernels import torch_gpu, triton_experts, triton_linear
+from minserve.kernels import torch_gpu, triton_expert_rows, triton_experts, triton_linear
 from minserve.kernels.deep_gemm_products import DeepGemmProducts
 from minserve.kernels.expert_choices import ExpertShape
 from minserve.kernels.flashinfer_attention import FlashInferAttention
@@ -92,7 +92,7 @@ def expert_paths(tokens: int, shape: ExpertShape) -> dict[str, _Experts]:
     products = DeepGemmProducts()
     paths: dict[str, _Experts] = {}
     if tokens <= 16 and shape.format != "int4_group":
-        paths["vector"] = triton_experts.experts_vector
+        paths["vector"] = triton_expert_rows.experts_vector
     if tokens <= 4096 or shape.format == "plain":
         paths["tiles"] = triton_experts.experts_tiled
     if shape.format != "int4_group" and 8 <= tokens <= 256:

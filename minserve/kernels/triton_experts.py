@@ -1,4 +1,4 @@
-"""Triton products of the routed experts, plain or FP8 weights: one vector path for a token or two, one of tiles for the rest.
+"""Triton products of the routed experts by tiles, plain or FP8 weights, and the choice between them and other Triton paths.
 
 Weights are the matrix units' row operand and a tile's few pairs its columns. FP8 weights meet unquantised activations: both
 are halves in the units (FP8 fits exactly), and each 128x128 block's scale is applied to the fp32 partial sum. Sums run in a
@@ -17,8 +17,8 @@ from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.triton_expert_rows import experts_vector
 from minserve.kernels.triton_grouping import (
-    FP8_BLOCK,
     Tiles,
     combine,
     own_pairs,
@@ -30,100 +30,6 @@ from minserve.kernels.triton_int4 import int4_product, turned, turned_width
 
 HIDDEN_SCALE = 16.0
 """Activations between FP8 products are stored as halves, divided by this: up to a million, and exact to 5e-7 or 11 bits."""
-
-
-@triton.jit
-def _gate_up_vector_kernel(
-    x,
-    slot_ids,
-    w13,
-    scale,
-    hidden,
-    inner,
-    width,
-    top_k,
-    scale_expert_stride,
-    scale_columns,
-    fp8: tl.constexpr,
-    block_n: tl.constexpr,
-    blocks: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    """hidden[pair, n] = silu(gate row n . x) * (up row n . x). Whole rows at once: all loads are in flight together."""
-    follow(dependent)
-    lead(dependent)
-    pair = tl.program_id(1)
-    expert = tl.load(slot_ids + pair).to(tl.int64)
-    if expert < 0:
-        return
-    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    block = tl.arange(0, blocks)
-    k = (block[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
-    mask = (n < inner)[:, None, None] & (k < width)
-    gate_rows = w13 + expert * (2 * inner * width) + n[:, None, None] * width + k
-    gate = tl.load(gate_rows, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    up = tl.load(gate_rows + inner * width, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    # Loaded in the weights' own shape, so that no thread waits for another to hand it over.
-    values = tl.load(x + (pair // top_k).to(tl.int64) * width + k + n[:, None, None] * 0, mask=mask, other=0.0).to(tl.float32)
-    gate_sums = tl.sum(gate * values, axis=2)
-    up_sums = tl.sum(up * values, axis=2)
-    if fp8:
-        real = (n < inner)[:, None] & (block * 128 < width)[None, :]
-        scales = scale + expert * scale_expert_stride + block[None, :]
-        gate_sums *= tl.load(scales + (n // 128)[:, None] * scale_columns, mask=real, other=0.0)
-        up_sums *= tl.load(scales + ((inner + n) // 128)[:, None] * scale_columns, mask=real, other=0.0)
-    gate_sum = tl.sum(gate_sums, axis=1)
-    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up_sums, axis=1)
-    tl.store(hidden + pair.to(tl.int64) * inner + n, result.to(hidden.dtype.element_ty), mask=n < inner)
-
-
-@triton.jit
-def _down_vector_kernel(
-    hidden,
-    slot_ids,
-    weights,
-    w2,
-    scale,
-    out,
-    inner,
-    width,
-    top_k,
-    scale_expert_stride,
-    scale_columns,
-    fp8: tl.constexpr,
-    places: tl.constexpr,
-    block_n: tl.constexpr,
-    blocks: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    """out[token, n] = sum over places of weight * (row n of the place's expert . hidden[pair]), all places at once.
-
-    The choice and the weights were written before the kernel that this one follows began to lead, so both are read early.
-    """
-    token = tl.program_id(1)
-    first = tl.program_id(0) * block_n
-    row = tl.arange(0, places * block_n)
-    place = row // block_n
-    n = first + row % block_n
-    pair = token * top_k + place
-    expert = tl.load(slot_ids + pair, mask=place < top_k, other=-1).to(tl.int64)
-    chosen = (expert >= 0) & (n < width)
-    block = tl.arange(0, blocks)
-    k = (block[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
-    mask = chosen[:, None, None] & (k < inner)
-    rows = w2 + (expert * width * inner + n * inner)[:, None, None]
-    tile = tl.load(rows + k, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    follow(dependent)
-    lead(dependent)
-    values = tl.load(hidden + (pair.to(tl.int64) * inner)[:, None, None] + k, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.sum(tile * values, axis=2)
-    if fp8:
-        scales = scale + (expert * scale_expert_stride + n // 128 * scale_columns)[:, None] + block[None, :]
-        sums *= tl.load(scales, mask=chosen[:, None] & (block * 128 < inner)[None, :], other=0.0)
-    weight = tl.load(weights + pair, mask=chosen, other=0.0)
-    result = tl.sum(tl.reshape(tl.sum(sums, axis=1) * weight, (places, block_n)), axis=0)
-    columns = first + tl.arange(0, block_n)
-    tl.store(out + token.to(tl.int64) * width + columns, result.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
@@ -140,6 +46,24 @@ def _multiply(acc, w, a, scale, fp8: tl.constexpr):
     else:
         acc = tl.dot(w, a, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _inputs(pointers, mask, halves: tl.constexpr):
+    a = tl.load(pointers, mask=mask, other=0.0)
+    if halves and a.dtype != tl.float16:
+        a = _as_half(a)
+    return a
+
+
+@triton.jit
+def _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated: tl.constexpr, halves: tl.constexpr):
+    """acc [n, row], or silu(acc) * up_acc, to out's rows that are not negative."""
+    if gated:
+        acc = acc * tl.sigmoid(acc) * up_acc
+    acc *= out_scale
+    result = _as_half(acc) if halves and gated else acc.to(out.dtype.element_ty)
+    tl.store(out + row[None, :] * n_size + n[:, None], result, mask=(row >= 0)[None, :] & (n < n_size)[:, None])
 
 
 @triton.jit
@@ -185,99 +109,50 @@ def _product_kernel(
     in_band = tl.minimum(num_tiles - band * group_tiles, group_tiles)
     tile = band * group_tiles + program % (group_tiles * n_blocks) % in_band
     n_block = program % (group_tiles * n_blocks) // in_band
+    # A product with eight columns is done without the instructions that read weights from shared memory, so that FP8 weights
+    # are widened once, in registers, for both halves of sixteen.
+    two: tl.constexpr = fp8 and block_rows == 16
+    columns: tl.constexpr = 8 if two else block_rows
     if direct:
         expert, row = own_pairs(slot_ids, tile, pairs, top_k, places, block_rows)
     else:
         expert = tl.load(tile_expert + tile)
-        row = tl.load(rows + tile * block_rows + tl.arange(0, block_rows))
+        row = tl.load(rows + tile * block_rows + tl.arange(0, columns))
     if expert < 0:
         return
     expert, row = expert.to(tl.int64), row.to(tl.int64)
-    real = row >= 0
     n = n_block * block_n + tl.arange(0, block_n)
     k = tl.arange(0, block_k)
     inside = n < n_size
     inputs = x + (row // row_divisor)[None, :] * x_stride + k[:, None]
+    if two:
+        row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
+        inputs_2 = x + (row_2 // row_divisor)[None, :] * x_stride + k[:, None]
     weights = weight + expert * weight_expert_stride + n[:, None].to(tl.int64) * k_size + k[None, :]
     # FP8 has block_n and block_k at most 128, so that one scale serves a whole tile of weights.
     scales = scale + expert * scale_expert_stride + n_block * block_n // 128 * scale_columns
     up_scales = scale + expert * scale_expert_stride + (n_size + n_block * block_n) // 128 * scale_columns
-    acc = tl.zeros([block_n, block_rows], tl.float32)
-    up_acc = tl.zeros([block_n, block_rows], tl.float32)
+    acc = tl.zeros([block_n, columns], tl.float32)
+    up_acc, acc_2, up_acc_2 = acc, acc, acc
     for start in tl.range(0, k_size, block_k, num_stages=stages):
-        row_mask, weight_mask = real[None, :], inside[:, None]
+        here, weight_mask = (k < block_k)[:, None], inside[:, None]
         if not whole:
-            columns = start + k < k_size
-            row_mask, weight_mask = row_mask & columns[:, None], weight_mask & columns[None, :]
-        a = tl.load(inputs + start, mask=row_mask, other=0.0)
-        if halves and a.dtype != tl.float16:
-            a = _as_half(a)
+            here = (start + k < k_size)[:, None]
+            weight_mask = weight_mask & (start + k < k_size)[None, :]
+        a = _inputs(inputs + start, (row >= 0)[None, :] & here, halves)
         w = tl.load(weights + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
         acc = _multiply(acc, w, a, scales + start // 128, fp8)
+        if two:
+            a_2 = _inputs(inputs_2 + start, (row_2 >= 0)[None, :] & here, halves)
+            acc_2 = _multiply(acc_2, w, a_2, scales + start // 128, fp8)
         if gated:
             w = tl.load(weights + n_size * k_size + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
             up_acc = _multiply(up_acc, w, a, up_scales + start // 128, fp8)
-    if gated:
-        acc = acc * tl.sigmoid(acc) * up_acc
-    acc *= out_scale
-    result = _as_half(acc) if halves and gated else acc.to(out.dtype.element_ty)
-    tl.store(out + row[None, :] * n_size + n[:, None], result, mask=real[None, :] & inside[:, None])
-
-
-def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
-    """The path for very few tokens, two launches: each pair's expert row by row, then each token's weighted sum."""
-    tokens, top_k = slot_ids.shape
-    width, inner = experts.w2.shape[1:]
-    hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    x, slot_ids = x.contiguous(), slot_ids.contiguous()
-    s13, s2 = experts.w13_scale, experts.w2_scale
-    blocks = triton.next_power_of_2(triton.cdiv(width, FP8_BLOCK))
-    block_n = _block_rows(blocks, 4096 if s13 is None else 8192)
-    _gate_up_vector_kernel[(triton.cdiv(inner, block_n), tokens * top_k)](
-        x,
-        slot_ids,
-        experts.w13,
-        experts.w13 if s13 is None else s13,
-        hidden,
-        inner,
-        width,
-        top_k,
-        0 if s13 is None else s13.stride(0),
-        0 if s13 is None else s13.stride(1),
-        fp8=s13 is not None,
-        block_n=block_n,
-        blocks=blocks,
-        num_warps=4 if block_n > 1 else 8,
-        **dependent_launch(x.device),
-    )
-    blocks, places = triton.next_power_of_2(triton.cdiv(inner, FP8_BLOCK)), triton.next_power_of_2(top_k)
-    block_n = _block_rows(blocks * places, 16384 if s2 is None else 32768)
-    _down_vector_kernel[(triton.cdiv(width, block_n), tokens)](
-        hidden,
-        slot_ids,
-        weights.contiguous(),
-        experts.w2,
-        experts.w2 if s2 is None else s2,
-        out,
-        inner,
-        width,
-        top_k,
-        0 if s2 is None else s2.stride(0),
-        0 if s2 is None else s2.stride(1),
-        fp8=s2 is not None,
-        places=places,
-        block_n=block_n,
-        blocks=blocks,
-        num_warps=8,
-        **dependent_launch(x.device),
-    )
-    return out
-
-
-def _block_rows(blocks: int, elements: int) -> int:
-    """Rows of `blocks` 128-wide blocks each that make about so many elements."""
-    return max(1, elements // (blocks * FP8_BLOCK))
+            if two:
+                up_acc_2 = _multiply(up_acc_2, w, a_2, up_scales + start // 128, fp8)
+    _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated, halves)
+    if two:
+        _store_rows(out, acc_2, up_acc_2, row_2, n, n_size, out_scale, gated, halves)
 
 
 def _product(

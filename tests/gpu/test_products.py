@@ -35,10 +35,10 @@ FP8_ROUNDING = 2.5e-2
 
 
 def expert_path(name: str):
-    from minserve.kernels import triton_experts
+    from minserve.kernels import triton_expert_rows, triton_experts
 
     if name in ("vector", "tiled"):
-        return {"vector": triton_experts.experts_vector, "tiled": triton_experts.experts_tiled}[name]
+        return {"vector": triton_expert_rows.experts_vector, "tiled": triton_experts.experts_tiled}[name]
     from minserve.kernels.deep_gemm_products import DeepGemmProducts
 
     return functools.partial(DeepGemmProducts().experts_grouped, masked=name == "masked")
@@ -137,7 +137,7 @@ def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
-    from minserve.kernels import triton_experts
+    from minserve.kernels import triton_expert_rows, triton_experts
 
     weights = expert_weights(4, 384, 640, kind)
     for tokens in (2, 9, 60, 150, 700):
@@ -145,7 +145,7 @@ def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
         result = triton_experts.experts_tiled(x, ids, shares, weights)
         assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
         if tokens <= 16 and kind != "int4":
-            result = triton_experts.experts_vector(x, ids, shares, weights)
+            result = triton_expert_rows.experts_vector(x, ids, shares, weights)
             assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
 
 
