@@ -36,6 +36,9 @@ NOT_FINITE = "the model's output for this request was not a number; the request 
 
 log = logging.getLogger("minserve.runtime")
 
+_Moment = torch.cuda.Event | float
+"""On a GPU when its stream gets there; on a CPU seconds."""
+
 
 class Sampled(NamedTuple):
     """What a batch's forward leaves on the device. N: rows that sample."""
@@ -60,7 +63,8 @@ class _Outcome:
     """Row to the pieces of its prompt's scores."""
     refused: dict[int, str]
     """Row to the reason why its request could not be set up."""
-    done: torch.cuda.Event | None
+    begun: _Moment
+    done: _Moment
     graph_size: int | None
     """Padded batch size of the graph that ran; None for an eager step."""
 
@@ -73,6 +77,7 @@ class _Forwarded:
     query_starts: tuple[int, ...]
     sampled: Sampled
     refused: dict[int, str]
+    begun: _Moment
     graph_size: int | None
 
 
@@ -144,7 +149,6 @@ class ModelRunner:
         """Where several ranks share the experts: while none has more tokens in a step, each may replay a graph of its own size;
         None: they replay the same size, in steps of decode rows alone."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
-        self._last_done = 0.0
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
     def launch(
@@ -192,7 +196,7 @@ class ModelRunner:
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
         beside_prompts = staged.rows_per_rank is not None and self.graphs is not None
-        read = functools.partial(self._read, step, time.monotonic(), BESIDE_PROMPTS if beside_prompts else self.eager_reason)
+        read = functools.partial(self._read, step, BESIDE_PROMPTS if beside_prompts else self.eager_reason)
         if self.device.type == "cpu":
             return InFlight(
                 step, lambda masks: self._finish(step, self._run(step, staged, padded), masks), read, finish_late=True
@@ -212,6 +216,7 @@ class ModelRunner:
         plan = self.plan(batch)
         if batch.step_kind == "mixed":
             self.fill_in_tokens(batch)
+        begun = self._mark()
         if graph_size is None:
             sampled = self.forward_and_sample(batch, plan, variant)
         elif batch.step_kind == "mixed":
@@ -220,7 +225,7 @@ class ModelRunner:
         else:
             assert self.graphs is not None
             sampled = self.graphs.replay(graph_size, variant)
-        return _Forwarded(batch, staged.query_starts, sampled, refused, graph_size)
+        return _Forwarded(batch, staged.query_starts, sampled, refused, begun, graph_size)
 
     @torch.inference_mode()
     def _finish(self, step: ScheduledStep, forwarded: _Forwarded, masks: TokenMasks | None) -> _Outcome:
@@ -238,6 +243,7 @@ class ModelRunner:
             logprobs=self._sampled_logprobs(step, sampled),
             scored=scored,
             refused=forwarded.refused,
+            begun=forwarded.begun,
             done=self._mark(),
             graph_size=forwarded.graph_size,
         )
@@ -377,20 +383,17 @@ class ModelRunner:
     def _host_logprobs(self, values: Logprobs) -> Logprobs:
         return Logprobs(*(self._to_host(value) for value in values))
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _mark(self) -> _Moment:
         if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     # on the host
 
-    def _read(self, step: ScheduledStep, launched: float, eager_reason: str, outcome: _Outcome) -> StepResult:
-        if outcome.done is not None:
-            outcome.done.synchronize()
-        done = time.monotonic()
-        seconds, self._last_done = done - max(launched, self._last_done), done
+    def _read(self, step: ScheduledStep, eager_reason: str, outcome: _Outcome) -> StepResult:
+        seconds = _wait(outcome.begun, outcome.done)
         numbers = outcome.numbers.tolist()
         num_sampling = len(numbers) // 2
         logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
@@ -420,6 +423,15 @@ class ModelRunner:
             graph_size=outcome.graph_size if step.num_decode_rows == len(step.rows) else None,
             seconds=seconds,
         )
+
+
+def _wait(begun: _Moment, done: _Moment) -> float:
+    """Until `done` has happened; the seconds between the two."""
+    if isinstance(begun, torch.cuda.Event) and isinstance(done, torch.cuda.Event):
+        done.synchronize()
+        return float(begun.elapsed_time(done)) / 1e3
+    assert isinstance(begun, float) and isinstance(done, float)
+    return done - begun
 
 
 _Entry = tuple[float, int, list[int], list[float]]

@@ -81,4 +81,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     graph_size: int | None = None
     """The padded batch size of the graph that was replayed; None for an eager and for a mixed step."""
     seconds: float | None = None
-    """From the end of the step before, or from the launch where that came later, to this step's end."""
+    """From its first kernel to its last, whatever the host was late for."""
