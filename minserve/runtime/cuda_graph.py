@@ -39,12 +39,13 @@ def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ..
 
 
 def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
-    """Tokens of the mixed steps to capture, ascending: doubling, from 1,024 on with a step between; the last is the largest step
-    that can be."""
+    """Tokens of the mixed steps to capture, ascending: doubling, with a step between from 1,024 to 4,096, where most steps are that
+    carry decode rows. The last is the largest step that can be."""
     sizes = [_LEAST_MIXED_TOKENS]
     while sizes[-1] < max_step_tokens:
         last = sizes[-1]
-        sizes.append(last * 2 if last < 1024 else last // 2 * 3 if last & (last - 1) == 0 else last // 3 * 4)
+        between = last in (1024, 2048)
+        sizes.append(last // 2 * 3 if between else last // 3 * 4 if last % 3 == 0 else last * 2)
     return (*(size for size in sizes if size < max_step_tokens), max_step_tokens)
 
 
