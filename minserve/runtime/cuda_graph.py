@@ -39,8 +39,8 @@ def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ..
 
 
 def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
-    """Tokens of the mixed steps to capture, ascending: doubling, with a step between from 1,024 to 4,096, where most steps are that
-    carry decode rows. The last is the largest step that can be."""
+    """Tokens of the mixed steps to capture, ascending: doubling, with one between from 1,024 to 4,096, where most are that carry
+    decode rows. The last is the largest step that can be."""
     sizes = [_LEAST_MIXED_TOKENS]
     while sizes[-1] < max_step_tokens:
         last = sizes[-1]
