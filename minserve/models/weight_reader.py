@@ -36,6 +36,10 @@ TORCH_DTYPES = {
 }  # fmt: skip
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that any values of as many bytes are moved as."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
     """A stored tensor, the view that it fills, and its scales when it is to be widened."""
@@ -247,8 +251,9 @@ def _place(go: list[_Piece], held: Tensor) -> None:
     """From the pieces' bytes, on the targets' device, to where they belong."""
     dtype = go[0].as_it_is
     if dtype is not None:
-        targets = [piece.target.view(-1) for piece in go]
-        torch._foreach_copy_(targets, list(held.view(dtype).split([target.numel() for target in targets])))
+        word = _WORDS[dtype.itemsize]
+        targets = [piece.target.view(-1).view(word) for piece in go]
+        torch._foreach_copy_(targets, list(held.view(word).split([target.numel() for target in targets])))
         return
     for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
         piece.convert(part)
