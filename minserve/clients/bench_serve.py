@@ -11,7 +11,7 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -88,8 +88,11 @@ async def run(
     async with OpenAIClient(base_url, api_key) as client:
         name = model or await client.first_model()
         bodies = _file_bodies(load) if load.prompts is not None else _random_bodies(load, await _vocabulary(client, load))
+        # Connections and JSON are made before the clock starts: they are the load's own work, not the server's.
+        await client.open_connections(min(load.concurrency or len(bodies), len(bodies)))
+        requests = [_request(body, name, load) for body in bodies]
         began = time.monotonic()
-        samples = await _send_all(client, [_body(body, name, load) for body in bodies], load)
+        samples = await _send_all(client, requests, load)
         seconds = time.monotonic() - began
     report = bench_report.summarize(samples, seconds)
     settings = {"model": name, "base_url": base_url, **dataclasses.asdict(load), "prompts": load.prompts and str(load.prompts)}
@@ -151,41 +154,47 @@ def _line_body(line: str, load: Load) -> dict[str, Any]:
     return {"prompt": line, "max_tokens": load.output_len}
 
 
-def _body(body: dict[str, Any], model: str, load: Load) -> dict[str, Any]:
+class _Request(NamedTuple):
+    path: str
+    body: bytes
+
+
+def _request(body: dict[str, Any], model: str, load: Load) -> _Request:
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, "temperature": load.temperature, **body, **stream}
+    whole = {"model": model, "temperature": load.temperature, **body, **stream}
+    return _Request("/chat/completions" if "messages" in body else "/completions", json.dumps(whole).encode())
 
 
-async def _send_all(client: OpenAIClient, bodies: list[dict[str, Any]], load: Load) -> list[Sample]:
-    """Every body at its time; the samples in order of the bodies."""
-    gate = asyncio.Semaphore(load.concurrency or len(bodies))
+async def _send_all(client: OpenAIClient, requests: list[_Request], load: Load) -> list[Sample]:
+    """Every request at its time; the samples in their order."""
+    gate = asyncio.Semaphore(load.concurrency or len(requests))
     numbers = random.Random(load.seed + 1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("requests", total=len(bodies))
+        task = progress.add_task("requests", total=len(requests))
 
-        async def one(body: dict[str, Any]) -> Sample:
+        async def one(request: _Request) -> Sample:
             async with gate:
-                sample = await _send(client, body)
+                sample = await _send(client, request)
             progress.advance(task)
             return sample
 
         async with asyncio.TaskGroup() as group:
             tasks = []
             due = time.monotonic()
-            for body in bodies:
+            for request in requests:
                 if load.rate is not None:
                     due += numbers.expovariate(load.rate)
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
-                tasks.append(group.create_task(one(body)))
+                tasks.append(group.create_task(one(request)))
     return [task.result() for task in tasks]
 
 
-async def _send(client: OpenAIClient, body: dict[str, Any]) -> Sample:
+async def _send(client: OpenAIClient, request: _Request) -> Sample:
     """One streamed request, watched."""
     sample = Sample(begun=time.monotonic())
     try:
-        async for data in client.events("/chat/completions" if "messages" in body else "/completions", body):
+        async for data in client.events(request.path, request.body):
             now = time.monotonic()
             event = _event.decode(data)
             if event.error is not None:

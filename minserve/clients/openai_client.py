@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -40,11 +41,20 @@ class OpenAIClient:
         """minserve's /server_info; other servers have none."""
         return await self._json("GET", f"{self._root.removesuffix('/v1')}/server_info", None)
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The data of each server-sent event, the end mark left out. Raises RequestRefused and EnvironmentFault."""
+    async def open_connections(self, count: int) -> None:
+        """Have so many connections open, which later calls use, and which will tell what is wrong with them."""
+        calls = (self._json("GET", f"{self._root}/models", None) for _ in range(count))
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def events(self, path: str, body: dict[str, Any] | bytes) -> AsyncIterator[bytes]:
+        """The data of each server-sent event, the end mark left out. `body` may be JSON already.
+
+        Raises RequestRefused and EnvironmentFault.
+        """
         url = self._root + path
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         with _faults(url):
-            async with self._session.post(url, json=body) as response:
+            async with self._session.post(url, data=data, headers={"Content-Type": "application/json"}) as response:
                 if response.status >= 400:
                     raise RequestRefused(f"{url} answered {response.status}: {_message(await response.text())}")
                 waiting = b""
