@@ -22,6 +22,10 @@ from minserve.kernels.triton_cache import list_pages
 WORKSPACE_BYTES = 128 << 20
 """Partial results of split caches; one for all wrappers, which never run at the same time."""
 
+MOST_TRITON_MLA_TOKENS = 1024
+"""Steps with prompts of no more tokens are Triton's: cut into pieces of 32 cached tokens, as short prompts are, FlashInfer
+0.6.18's kernel gave the second half of its tiles other values on each run."""
+
 SINGLES_SPLITS = 4
 """Most parts of a decode row's cache in a mixed step, where most of the launch's rows are empty."""
 
@@ -94,8 +98,11 @@ class FlashInferAttention:
         Raises ValueError when a graph's page table moved since its first plan: the graph would read freed memory.
         """
         triton = self.triton.plan(metadata, shape)
-        decode, rows = metadata.decode_only, metadata.page_table.shape[0]
+        rows, tokens = metadata.page_table.shape[0], metadata.slot_mapping.shape[0]
+        decode = metadata.decode_only and tokens == rows  # a mixed graph's rows may by chance all have one token
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
+            return FlashInferPlan(triton, None)
+        if shape.kind == "mla" and not decode and tokens <= MOST_TRITON_MLA_TOKENS:
             return FlashInferPlan(triton, None)
         if metadata.graph:
             return self._graph_plan(metadata, shape, triton)
