@@ -16,7 +16,6 @@ from torch import Tensor
 
 from minserve.capture_flags import EAGER
 from minserve.errors import EnvironmentFault, SelfCheckFailed
-from minserve.kernels import launch
 from minserve.kernels.interface import Kernels
 from minserve.models.layers import moe
 from minserve.models.layers.moe import MixtureOfExperts
@@ -87,7 +86,7 @@ def alt_first(main: Callable[[], Any], side: Callable[[], Any], plan: StreamPlan
 def test_alt_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without dependent launches, whose edges are of another kind."""
     monkeypatch.setattr(moe, "side_by_side", alt_first)
-    monkeypatch.setattr(launch, "_supported", lambda _: False)
+    monkeypatch.setattr("minserve.kernels.launch._supported", lambda _: False)
     runner = small_runner("deepseek-v3", layers=24, max_num_seqs=8)
     capture(runner)
     message = refusal(runner)
