@@ -65,7 +65,10 @@ FLAGS = (
     Flag("deterministic", "a request's greedy tokens never depend on those beside it; slower, needs a GPU"),
     Flag("max_num_seqs", "requests that run at once", ("max-running-requests",)),
     Flag("chunked_prefill_size", "most tokens of one step; on a CPU never more than 2048", ("max-num-batched-tokens",)),
-    Flag("prefill_step_ratio", "times a decode step's time that a step with prompt tokens in it may take; inf: no bound"),
+    Flag(
+        "prefill_step_ratio",
+        "times a decode step's time that a step with prompt tokens in it may take (a GPU's always 80 ms); inf: no bound",
+    ),
     Flag("page_size", "tokens of one KV page", ("block-size",)),
     Flag("num_pages", "KV pages; default: from memory", ("num-gpu-blocks-override",)),
     Flag("gpu_memory_utilization", "share of the whole GPU for the whole process"),

@@ -181,7 +181,7 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
     if not sizes:
         if config.enforce_eager:
             runner.eager_reason = "--enforce-eager"
-        return {"captured_batch_sizes": [], "graph_memory_bytes": {}}
+        return {"captured_batch_sizes": [], "captured_step_tokens": [], "graph_memory_bytes": {}}
     timeline.begin("graphs")
     recorder, mixed = CudaRecorder(runner.device), None
     if runner.limits.mixed_sizes:
@@ -191,9 +191,12 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
     graphs.capture(timeline.progress)
     runner.use_graphs(graphs, mixed)
     memory = {str(batch): graphs.memory_bytes[batch] for batch in sizes}
-    parts = ", ".join(f"{batch}: {gigabytes(count)}" for batch, count in memory.items())
-    log.info("decode graphs take %s (by batch size, the largest captured first: %s)", gigabytes(sum(memory.values())), parts)
-    return {"captured_batch_sizes": list(sizes), "graph_memory_bytes": memory}
+    for what, of in (("mixed graphs", mixed), ("decode graphs", graphs)):
+        if of is not None:
+            parts = ", ".join(f"{size}: {gigabytes(of.memory_bytes[size])}" for size in of.sizes)
+            log.info("%s take %s (the largest captured first: %s)", what, gigabytes(sum(of.memory_bytes.values())), parts)
+    captured = {"captured_batch_sizes": list(sizes), "captured_step_tokens": list(runner.limits.mixed_sizes)}
+    return captured | {"graph_memory_bytes": memory}
 
 
 def prove(
