@@ -15,7 +15,7 @@ import flashinfer.mla
 import torch
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, HeadNorms, RotaryTable
+from minserve.kernels.interface import AttentionMetadata, AttentionShape
 from minserve.kernels.triton_attention import TritonAttention, TritonPlan
 from minserve.kernels.triton_cache import list_pages
 
@@ -195,22 +195,6 @@ class FlashInferAttention:
         decoded = self.triton.gqa(q[:rows], cache, alone, shape, wrapper.singles.plan)
         out[:rows] = torch.where(wrapper.singles.mask[:rows, None, None], decoded, out[:rows])
         return out
-
-    def gqa_decode(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
-        plan: FlashInferPlan,
-    ) -> Tensor | None:
-        """Triton's, for the steps that it computes alone."""
-        if plan.wrapper is not None:
-            return None
-        return self.triton.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan.triton)
 
     def mla(
         self,

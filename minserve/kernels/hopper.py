@@ -27,7 +27,6 @@ def hopper(device: torch.device, name: str = "hopper", choices: ExpertChoices | 
         quantize_rows=quantize_rows,
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
-        gqa_decode=attention.gqa_decode,
         mla_attention=attention.mla,
         forget_graphs=attention.forget_graphs,
     )

@@ -128,10 +128,6 @@ class RouterConfig:
     """Slots behind the E routed experts' that every token takes as well, with weight 1: a shared expert's."""
 
 
-def _not_at_once(*_: object) -> None:
-    """For stacks that compute attention's inputs and attention one after the other."""
-
-
 def _nothing_to_forget() -> None:
     """For stacks whose plans keep nothing."""
 
@@ -176,9 +172,6 @@ class Kernels:
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """x [T, H] -> FP8 [T, H], scales fp32 [T, ceil(H / 128)]: for rows that travel to FP8 experts of other ranks."""
-    gqa_decode: Callable[..., Tensor | None] = _not_at_once
-    """(qkv, norms, rotary, positions, cache, metadata, shape, plan) -> [T, Hq, D]: `gqa_inputs` and `gqa_attention` at once, for
-    the steps where that is faster; None for the others."""
     keeps_fp8: bool = False
     """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
     keeps_int4: bool = False

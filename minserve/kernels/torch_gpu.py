@@ -48,7 +48,6 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         heads_linear=triton_cache.heads_linear,
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
-        gqa_decode=attention.gqa_decode,
         mla_attention=attention.mla,
         keeps_fp8=True,
         keeps_int4=True,

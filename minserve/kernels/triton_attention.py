@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, HeadNorms, RotaryTable
+from minserve.kernels.interface import AttentionMetadata, AttentionShape
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
-from minserve.kernels.triton_cache import rotation, turn_heads
 
 
 @triton.jit
@@ -31,11 +30,6 @@ def _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n):
 def _attention_kernel(
     q,
     q_tail,
-    q_gain,
-    k_gain,
-    cos_sin,
-    positions,
-    slot_mapping,
     cache,
     page_table,
     seq_lens,
@@ -44,7 +38,6 @@ def _attention_kernel(
     partial,
     partial_lse,
     scale,
-    eps,
     num_rows,
     blocks_per_row,
     num_splits,
@@ -66,10 +59,6 @@ def _attention_kernel(
     decode: tl.constexpr,
     split: tl.constexpr,
     latent: tl.constexpr,
-    fresh: tl.constexpr,
-    normed: tl.constexpr,
-    interleaved: tl.constexpr,
-    rot: tl.constexpr,
     dependent: tl.constexpr,
     early: tl.constexpr,
     block_m: tl.constexpr,
@@ -83,8 +72,6 @@ def _attention_kernel(
     """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
 
     Pairs of a row and key-value head are numbered token * group + head. `latent`: the value is the key's first part (MLA).
-    `fresh`: one token a row, whose q holds queries, keys and values as projected (gqa_inputs in triton_cache.py): they are
-    normed and turned here, and the part that the new token belongs to writes its key and value to the cache.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -137,47 +124,12 @@ def _attention_kernel(
         fetch_ahead(keys_at[:, None] + tl.minimum(line, head_dim + tail_dim - 1)[None, :])
         if not latent:
             fetch_ahead(keys_at[:, None] + value_offset + tl.minimum(line, head_dim - 1)[None, :])
-    top = tl.full([block_m], float("-inf"), tl.float32)
-    total = tl.zeros([block_m], tl.float32)
-    acc = tl.zeros([block_m, block_d], tl.float32)
-    has_tokens = start < stop
-    if fresh:
-        turning = (dims < rot)[None, :]
-        angle, partner, sign = rotation(dims, rot, interleaved)
-        angles = cos_sin + tl.load(positions + row) * rot + angle[None, :]
-        cos = tl.load(angles, mask=turning, other=1.0)
-        sin = tl.load(angles + rot // 2, mask=turning, other=0.0) * sign[None, :]
-        slot = tl.load(slot_mapping + row)
-        follow(dependent)
-        heads_of_row = q + token[:, None] * q_token_stride
-        query = heads_of_row + head[:, None] * head_dim
-        # The new token, the row's last: in each program as many times as there are queries, which saves a layout's change.
-        new = heads_of_row + (num_heads + kv_head) * head_dim
-        turned = turn_heads(query, q_gain, real, dims, partner, turning, cos, sin, eps, head_dim, normed)
-        q_tile = turned.to(q.dtype.element_ty)
-        turned = turn_heads(new, k_gain, real, dims, partner, turning, cos, sin, eps, head_dim, normed)
-        new_key = turned.to(cache.dtype.element_ty)
-        kv_heads = num_heads // group
-        new_value = tl.load(new + kv_heads * head_dim + dims[None, :], mask=real[:, None] & in_dims[None, :], other=0.0)
-        own = (start < stop) & (stop == seq_len)
-        writes = own & (first == 0) & (slot >= 0)
-        entry_now = cache + (slot // page_size) * page_stride + (slot % page_size) * token_stride + kv_head * head_stride
-        written = (pair == 0)[:, None] & in_dims[None, :] & writes
-        target_now = entry_now + dims[None, :] + pair[:, None] * 0
-        tl.store(target_now, new_key, mask=written)
-        tl.store(target_now + value_offset, new_value.to(cache.dtype.element_ty), mask=written)
-        score = tl.sum(q_tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
-        top = tl.where(own, score, top)
-        total = tl.where(own, 1.0, total)
-        acc = tl.where(own, new_value.to(cache.dtype.element_ty).to(tl.float32), acc)
-        stop = tl.minimum(stop, seq_len - 1)
-    else:
-        follow(dependent)
-        q_tile = tl.load(
-            q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
-            mask=real[:, None] & in_dims[None, :],
-            other=0.0,
-        )
+    follow(dependent)
+    q_tile = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
+        mask=real[:, None] & in_dims[None, :],
+        other=0.0,
+    )
     if tail_dim > 0:
         tails = tl.arange(0, block_tail)
         q_tail_tile = tl.load(
@@ -185,6 +137,9 @@ def _attention_kernel(
             mask=real[:, None] & (tails < tail_dim)[None, :],
             other=0.0,
         )
+    top = tl.full([block_m], float("-inf"), tl.float32)
+    total = tl.zeros([block_m], tl.float32)
+    acc = tl.zeros([block_m, block_d], tl.float32)
     for n in range(start, stop, block_n):
         place = n + tl.arange(0, block_n)
         visible = place < stop
@@ -230,7 +185,9 @@ def _attention_kernel(
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)
         # A part without tokens says so by its -inf, and its room is never read.
-        tl.store(partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & has_tokens)[:, None] & in_dims[None, :])
+        tl.store(
+            partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & (start < stop))[:, None] & in_dims[None, :]
+        )
     else:
         tl.store(target, result, mask=real[:, None] & in_dims[None, :])
 
@@ -308,15 +265,6 @@ _LONG_PART = 4096
 """Most tokens of a part, lest one long row hold up a batch of short ones."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _NewTokens:
-    """What turns the projections of a step's tokens into queries, keys and values."""
-
-    norms: HeadNorms | None
-    rotary: RotaryTable
-    positions: Tensor
-
-
 class TritonAttention:
     """Attention of one device. Owns no workspace: partial results come from the allocator, or the graph's pool.
 
@@ -343,28 +291,6 @@ class TritonAttention:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
         return self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan)
 
-    def gqa_decode(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
-        plan: TritonPlan,
-    ) -> Tensor | None:
-        """`gqa_inputs` and `gqa` of a decode step of few rows as one kernel, the next one's merge aside: qkv
-        [T, (Hq + 2 Hkv) D] -> [T, Hq, D]. None for other steps, where a launch is not what counts."""
-        if not plan.decode or not self._is_few(metadata.seq_lens.shape[0], shape, plan):
-            return None
-        new = _NewTokens(norms, rotary, positions)
-        return self._run(qkv, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan, new)
-
-    def _is_few(self, blocks: int, shape: AttentionShape, plan: TritonPlan) -> bool:
-        """Few programs leave room for the next kernels' beside them, and wait for memory more than they use it."""
-        return blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
-
     def mla(
         self,
         q_latent: Tensor,
@@ -386,11 +312,10 @@ class TritonAttention:
         metadata: AttentionMetadata,
         shape: AttentionShape,
         plan: TritonPlan,
-        new: _NewTokens | None = None,
     ) -> Tensor:
         """`strides`: of a token, of a key-value head, and from a key to its value."""
-        tokens, heads, head_dim = q.shape[0], shape.num_heads, shape.head_dim
-        out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+        tokens, heads, head_dim = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out
         tiles, group, rows = _tiles(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
@@ -401,18 +326,13 @@ class TritonAttention:
         lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device) if splits > 1 else out
         tail = q if q_tail is None else q_tail
         block_d = max(16, triton.next_power_of_2(head_dim))
-        few = self._is_few(blocks, shape, plan)
-        norms = None if new is None else new.norms
+        # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
+        few = blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
         dependent = dependent_launch(q.device)
         parts = {"least_part": tiles.block_n if few else _LEAST_PART, "long_part": _LONG_PART}
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
             tail,
-            q if norms is None else norms.q,
-            q if norms is None else norms.k,
-            q if new is None else new.rotary.cos_sin,
-            q if new is None else new.positions,
-            metadata.slot_mapping,
             cache,
             metadata.page_table,
             metadata.seq_lens,
@@ -421,7 +341,6 @@ class TritonAttention:
             partial,
             lse,
             shape.scale * math.log2(math.e),
-            0.0 if norms is None else norms.eps,
             rows,
             blocks_per_row,
             splits,
@@ -429,7 +348,7 @@ class TritonAttention:
             heads,
             group,
             q.stride(0),
-            head_dim if new is not None else q.stride(1),
+            q.stride(1),
             tail.stride(0),
             tail.stride(1),
             cache.stride(0),
@@ -441,10 +360,6 @@ class TritonAttention:
             decode=plan.decode,
             split=splits > 1,
             latent=q_tail is not None,
-            fresh=new is not None,
-            normed=norms is not None,
-            interleaved=new is not None and new.rotary.interleaved,
-            rot=0 if new is None else new.rotary.cos_sin.shape[1],
             block_m=tiles.block_m,
             block_n=tiles.block_n,
             block_d=block_d,

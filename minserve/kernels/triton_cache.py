@@ -15,7 +15,7 @@ from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
 
 
 @triton.jit
-def rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
+def _rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
     """For each dim of a head: its angle's number, the dim it turns with, and the sign of that one's share."""
     half: tl.constexpr = rot // 2
     if interleaved:
@@ -23,20 +23,6 @@ def rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
         return dims // 2, tl.where(first, dims + 1, dims - 1), tl.where(first, -1.0, 1.0)
     first = dims < half
     return dims % half, tl.where(first, dims + half, dims - half), tl.where(first, -1.0, 1.0)
-
-
-@triton.jit
-def turn_heads(heads, gain, real, dims, partner, turning, cos, sin, eps, head_dim: tl.constexpr, normed: tl.constexpr):
-    """fp32 [heads, dims]: the heads at these pointers [heads, 1], normed and turned; zeros where not `real`."""
-    inside = real[:, None] & (dims < head_dim)[None, :]
-    own = tl.load(heads + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(heads + partner[None, :], mask=inside & turning, other=0.0).to(tl.float32)
-    turned = own
-    if normed:
-        factor = tl.rsqrt(tl.sum(own * own, axis=1) / head_dim + eps)[:, None]
-        turned = own * factor * tl.load(gain + dims, mask=dims < head_dim, other=0.0).to(tl.float32)[None, :]
-        other = other * factor * tl.load(gain + partner[None, :], mask=turning, other=0.0).to(tl.float32)
-    return turned * cos + other * sin
 
 
 @triton.jit
@@ -71,7 +57,7 @@ def _gqa_inputs_kernel(
     dims = tl.arange(0, block_dim)
     inside = (head < q_heads + 2 * kv_heads)[:, None] & (dims < head_dim)[None, :]
     turning = dims < rot
-    angle, partner, sign = rotation(dims, rot, interleaved)
+    angle, partner, sign = _rotation(dims, rot, interleaved)
     query = head < q_heads
     value = head >= q_heads + kv_heads
     if normed:
@@ -159,7 +145,7 @@ def _turn(source, target, position, written, cos_sin, rope: tl.constexpr, interl
     """The row of `rope` dims at each source pointer, turned, to its target pointer."""
     dims = tl.arange(0, block_rope)
     turning = (dims < rope)[None, :]
-    angle, partner, sign = rotation(dims, rope, interleaved)
+    angle, partner, sign = _rotation(dims, rope, interleaved)
     row = cos_sin + position[:, None] * rope + angle[None, :]
     cos = tl.load(row, mask=turning, other=1.0)
     sin = tl.load(row + rope // 2, mask=turning, other=0.0) * sign[None, :]

@@ -27,7 +27,7 @@ from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.step import ScheduledStep
 
-_ATTENTION = ("gqa_attention", "gqa_decode", "mla_attention")
+_ATTENTION = ("gqa_attention", "mla_attention")
 _ENTRIES = (
     *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
     *_ATTENTION,
@@ -166,8 +166,7 @@ def _recording(kernels: Kernels, moved: dict[str, float], seq_lens: Sequence[int
             name = f"{_label(entry, arguments)}#{len(moved)}"
             with torch.profiler.record_function(name):
                 result = function(*arguments)
-            if result is not None:  # gqa_decode leaves some steps to others
-                moved[name] = _bytes(entry, arguments, result, seq_lens)
+            moved[name] = _bytes(entry, arguments, result, seq_lens)
             return result
 
         return recorded
@@ -185,7 +184,7 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
     """What a call must read and write: each tensor once, of the cache the rows' tokens, of the experts those that were hit."""
     if entry in _ATTENTION:
         shape = next(argument for argument in arguments if isinstance(argument, AttentionShape))
-        cache = arguments[{"gqa_attention": 1, "mla_attention": 2, "gqa_decode": 4}[entry]]
+        cache = arguments[1] if entry == "gqa_attention" else arguments[2]
         token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
         return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, (arguments[0], result))))
     if entry == "experts_flat":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from gpu.kernel_samples import BF16, DEVICE, cache, distance, normal, same_bits, step
+from gpu.kernel_samples import BF16, DEVICE, distance, normal, same_bits
 
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionShape, HeadNorms, Kernels, RotaryTable, kv_page_shape
@@ -56,34 +54,6 @@ def test_gqa_inputs_equal_the_reference(
     true_q = reference.gqa_inputs(qkv.float(), wide_norms, table, positions, truth, slots, shape)
     assert distance(q, true_q) < ERROR
     assert_entries(pages, before, truth, slots)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rot"), [(32, 4, 128, 128), (16, 2, 256, 64), (4, 2, 48, 16)])
-@pytest.mark.parametrize("rows", [1, 9, 30])
-def test_decode_at_once_equals_its_two_steps(
-    kernels: Kernels, normed: bool, interleaved: bool, heads: int, kv_heads: int, head_dim: int, rot: int, rows: int
-) -> None:
-    shape = AttentionShape("gqa", heads, kv_heads, head_dim, 0, head_dim**-0.5)
-    lengths = [1, *(random.randint(1, 400) for _ in range(rows - 1))]
-    metadata = step([1] * rows, lengths, PAGE, max_pages=20)
-    layer = cache(metadata, shape)
-    for row, slot in enumerate(metadata.slot_mapping.tolist()):  # the new entries are not there yet
-        layer[slot // PAGE, :, slot % PAGE] = float("nan")
-        assert slot == int(metadata.page_table[row, (lengths[row] - 1) // PAGE]) * PAGE + (lengths[row] - 1) % PAGE
-    qkv, gains = normal(rows, (heads + 2 * kv_heads) * head_dim), (normal(head_dim), normal(head_dim))
-    norms = HeadNorms(*gains, 1e-6) if normed else None
-    wide_norms = HeadNorms(gains[0].float(), gains[1].float(), 1e-6) if normed else None
-    table, positions = rotary(rot, interleaved), metadata.seq_lens.long() - 1
-    before, truth = layer.clone(), layer.clone().float()
-    result = kernels.gqa_decode(qkv, norms, table, positions, layer, metadata, shape, kernels.plan_attention(metadata, shape))
-    assert result is not None
-    q = reference.gqa_inputs(qkv.float(), wide_norms, table, positions, truth, metadata.slot_mapping, shape)
-    plan = reference.plan_attention(metadata, shape)
-    assert distance(result, reference.gqa_attention(q, truth, metadata, shape, plan)) < 2 * ERROR
-    slots = torch.cat((metadata.slot_mapping[:1], metadata.slot_mapping))
-    assert_entries(layer, before, truth, slots)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -103,13 +103,6 @@ def gqa_attention(kernels: Kernels, rows: int) -> Case:
     return Case([q, layer], lambda: kernels.gqa_attention(q, layer, metadata, GQA, plan))
 
 
-def gqa_decode(kernels: Kernels, rows: int) -> Case:
-    metadata = step([1] * rows, [random.randint(65, 200) for _ in range(rows)], 64)
-    qkv, layer, plan = normal(rows, 40 * 128), cache(metadata, GQA), kernels.plan_attention(metadata, GQA)
-    norms, rotary, positions = HeadNorms(normal(128), normal(128), 1e-6), table(128), metadata.seq_lens.long() - 1
-    return Case([qkv], lambda: kernels.gqa_decode(qkv, norms, rotary, positions, layer, metadata, GQA, plan))
-
-
 def mla_attention(kernels: Kernels, rows: int) -> Case:
     metadata = step([1] * rows, [random.randint(65, 200) for _ in range(rows)], 64)
     latent, rope, layer = normal(rows, 16, 512), normal(rows, 16, 64), cache(metadata, MLA)
@@ -145,7 +138,6 @@ CASES = [
     mla_inputs,
     heads_linear,
     gqa_attention,
-    gqa_decode,
     mla_attention,
     experts,
     fp8_experts,

@@ -41,10 +41,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         cache, step, plan, kernels = ctx.kv_cache[self.layer], ctx.attention, ctx.attention_plan, self.kernels
-        inputs = self.qkv(hidden), norms, self.rotary.table, positions, cache
-        result = kernels.gqa_decode(*inputs, step, self.shape, plan)
-        if result is None:
-            q = kernels.gqa_inputs(*inputs, step.slot_mapping, self.shape)
-            result = kernels.gqa_attention(q, cache, step, self.shape, plan)
+        q = kernels.gqa_inputs(self.qkv(hidden), norms, self.rotary.table, positions, cache, step.slot_mapping, self.shape)
+        result = kernels.gqa_attention(q, cache, step, self.shape, plan)
         output: Tensor = self.output(result.flatten(1))
         return output
