@@ -42,7 +42,7 @@ PERIOD = 33_554_467
 SHARD_BYTES = 4e9
 READ_BYTES = 16 << 20
 READ_THREADS = 8
-KINDS = ("minserve", "load_file", "pinned copy")
+KINDS = ("minserve", "pinned copy", "load_file")
 
 
 def tensor_shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -206,7 +206,7 @@ def time_pinned_copy(_directory: Path, device: torch.device, _threads: int | Non
 
 
 TIMED: dict[str, Callable[[Path, torch.device, int | None], dict[str, float]]] = dict(
-    zip(KINDS, (time_minserve, time_load_file, time_pinned_copy), strict=True)
+    zip(KINDS, (time_minserve, time_pinned_copy, time_load_file), strict=True)
 )
 
 
@@ -227,9 +227,11 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = sorted(directory.glob("*.safetensors"))
     read_all(files)
     results: dict[str, Any] = {"plain reads": [{"gb_per_second": read_all(files)} for _ in range(options.repeat)]}
+    say = sys.stdout.write
     for kind in KINDS * options.repeat:
         results.setdefault(kind, []).append(in_child(kind, directory, options))
-    say = sys.stdout.write
+        say(f"{kind}: {results[kind][-1]['gb_per_second']:.1f} GB/s\n")
+        sys.stdout.flush()
     say(f"{'':14}{'GB/s, median':>14}{'all':>22}{'anonymous':>12}{'pinned, GB':>12}\n")
     for kind, runs in results.items():
         speeds = [run["gb_per_second"] for run in runs]

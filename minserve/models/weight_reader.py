@@ -27,6 +27,8 @@ from minserve.models.formats import BLOCK, Format, blocks
 from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 CPU = torch.device("cpu")
+CPU_THREADS, GPU_THREADS = 8, 12
+"""Readers at most: what a page cache's bandwidth needs, more of them where copies to a GPU ask for as much again."""
 PIECE_BYTES = 16 << 20
 """Tensors are read in row ranges of about this size, or several in one go: unit of parallelism, progress and staging memory."""
 
@@ -143,7 +145,7 @@ class WeightReader:
 
     def __init__(self, files: Iterable[Path], device: torch.device = CPU, threads: int | None = None) -> None:
         """`device` has the targets. For a GPU memory begins to be pinned at once, beside what the caller does next."""
-        threads = threads or min(8, max(2, os.cpu_count() or 1))
+        threads = threads or min(CPU_THREADS if device.type == "cpu" else GPU_THREADS, max(2, os.cpu_count() or 1))
         self._device = device
         self._open_files = contextlib.ExitStack()
         self._descriptors = {}
