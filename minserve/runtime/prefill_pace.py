@@ -40,7 +40,7 @@ class PrefillPace:
 
     def tokens(self, num_decode_rows: int) -> int:
         """Prompt tokens for the next step; 0 when this one shall show what its decode rows take alone."""
-        if not num_decode_rows or not self._measures:
+        if not num_decode_rows or not (self._measures or self._floor_seconds):
             return self._most
         if self._mixed_in_a_row >= REFRESH_STEPS or num_decode_rows.bit_length() not in self._decode_seconds:
             return 0
