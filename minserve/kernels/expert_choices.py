@@ -17,10 +17,8 @@ from minserve.remembered import Remembered
 ExpertPath = Literal["vector", "tiles", "masked", "contiguous"]
 VECTOR_TOKENS = 1
 """Most tokens of the vector path by the rule; it reads an expert once for each pair, tiles once for all of its pairs."""
-TILES_TOKENS: dict[ExpertFormat, int] = {"plain": 4096, "fp8_block": 128, "int4_group": 1 << 30}
+TILES_TOKENS: dict[ExpertFormat, int] = {"plain": 4096, "fp8_block": 256, "int4_group": 1 << 30}
 """Up to so many tokens tiles are faster than DeepGEMM by the rule, measured on an H200 at the widths of published models."""
-MASKED_TOKENS = 256
-"""Beyond tiles and up to so many tokens the masked product, then the contiguous one."""
 _SHIPPED = Path(__file__).parent / "tuned"
 _QUESTION = "experts"
 
@@ -64,7 +62,7 @@ def by_rule(tokens: int, shape: ExpertShape) -> Choice:
         return Choice("vector", sizes)
     if tokens <= TILES_TOKENS[shape.format]:
         return Choice("tiles", sizes)
-    return Choice("masked" if tokens <= MASKED_TOKENS else "contiguous", sizes)
+    return Choice("contiguous", sizes)
 
 
 class ExpertChoices:

@@ -42,11 +42,12 @@ def tile_sizes(tokens: int, mean: int, kind: ExpertFormat) -> TileSizes:
         if fp8:
             return TileSizes(8, Block(32, 128, 2, 3), Block(64, 128, 4, 4))
         return TileSizes(8, Block(32, 256, 2, 3), Block(32, 128, 2, 3))
-    if mean <= 16:
-        block = Block(32, 128, 2, 4) if fp8 else Block(64, 128, 4, 3)
-        return TileSizes(8 if fp8 and mean <= 4 else 16, block, block)
+    if mean <= 48 and fp8:
+        block = Block(64, 128, 2, 4) if mean <= 4 else Block(128, 128, 4, 3) if mean <= 16 else Block(32, 128, 2, 3)
+        return TileSizes(8 if mean <= 4 else 16 if mean <= 16 else 32, block, block)
     if mean <= 48:
-        return TileSizes(32, Block(64, 128, 4, 3), Block(64, 128, 4, 3))
+        block = Block(64, 128, 4, 3) if mean <= 8 else Block(64, 64, 4, 5)
+        return TileSizes(16 if mean <= 8 else 32, block, block)
     if mean <= 96:
         return TileSizes(64, Block(64, 128 if fp8 else 64, 4, 3), Block(64, 128 if fp8 else 64, 4, 3), 8)
     block = Block(64, 128, 8, 3) if fp8 else Block(128, 64, 8, 3)

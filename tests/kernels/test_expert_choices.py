@@ -25,7 +25,7 @@ def test_without_a_measurement_the_rule_decides() -> None:
             assert choices.of(tokens, shape) == by_rule(tokens, shape)
     assert by_rule(1, SHAPE).path == "vector"
     assert by_rule(9, SHAPE).path == "tiles"
-    assert [by_rule(tokens, SHAPE).path for tokens in (200, 5000)] == ["masked", "contiguous"]
+    assert [by_rule(tokens, SHAPE).path for tokens in (200, 5000)] == ["tiles", "contiguous"]
     assert by_rule(5000, dataclasses.replace(SHAPE, format="int4_group")).path == "tiles"
 
 
