@@ -21,8 +21,8 @@ FLOOR_CONTEXT = 1024
 MAX_RANKS = 64
 MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen2_moe", "qwen3_moe"})
 """Whose parameters the arithmetic knows: the kinds that are served."""
-_DISPATCH_STEP = 64
-"""A rank's room in a low-latency dispatch is a multiple of it: for its decode rows, and two more for prompts."""
+_DISPATCH_STEP = 128
+"""A rank's room in a low-latency dispatch is a multiple of it: for its decode rows, and one more for prompts."""
 
 _MAX_SIZE = 1 << 32
 _CONTEXT_BYTES = 1.2e9
@@ -178,7 +178,7 @@ def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
     buffers = {"step": max(forward, sampled * 2 / 3), "graphs": graphs, "context": _CONTEXT_BYTES}
     if settings.ep_size > 1:
         # DeepEP low-latency: dispatch and combine, sent and received, in two sets used in turn.
-        capacity = (-(-settings.max_num_seqs // _DISPATCH_STEP) + 2) * _DISPATCH_STEP
+        capacity = (-(-settings.max_num_seqs // _DISPATCH_STEP) + 1) * _DISPATCH_STEP
         buffers["communication"] = _LIBRARIES_BYTES + 2.0 * 2.0 * m.num_experts * capacity * (2 * m.hidden + 16)
     return buffers
 

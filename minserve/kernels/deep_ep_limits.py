@@ -12,8 +12,8 @@ NORMAL_RANKS = (2, 4, 8)
 """Ranks of one host that its normal kernels exist for."""
 PROMPT_ROOM = 128
 """Tokens of prompts that may ride in a low-latency step beside all decode rows."""
-_CAPACITY_STEP = 64
-"""Room for a multiple of it from each of two ranks or more is a multiple of 128 rows an expert, the products' block."""
+ROW_BLOCK = 128
+"""An expert's room is a multiple of it, the block of rows that the products compute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,5 +59,5 @@ def capacity(max_num_seqs: int, sharers: int = 1) -> int:
     prompt's. `sharers`: ranks that have the same GPU."""
     if sharers > 1:
         return SHARED_BLOCKS // sharers
-    decode_rows = -(-max_num_seqs // _CAPACITY_STEP) * _CAPACITY_STEP
+    decode_rows = -(-max_num_seqs // ROW_BLOCK) * ROW_BLOCK
     return decode_rows + PROMPT_ROOM

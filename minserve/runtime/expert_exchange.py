@@ -59,7 +59,10 @@ class Exchange:
     def settle(self, model: Decoder) -> None:
         """Once the model is built: rows travel as FP8 where all experts take them."""
         experts = [layer.experts for layer in _moe_layers(model)]
-        if all(layer.kept == "fp8_block" for layer in experts) and model.config.hidden_size % BLOCK == 0:
+        whole = isinstance(self.dispatcher, TorchDispatcher) or (
+            self.dispatcher.capacity * self.placement.num_ranks % deep_ep_limits.ROW_BLOCK == 0
+        )
+        if whole and all(layer.kept == "fp8_block" for layer in experts) and model.config.hidden_size % BLOCK == 0:
             self.dispatcher.quantize = experts[0].kernels.quantize_rows
 
     @contextlib.contextmanager
