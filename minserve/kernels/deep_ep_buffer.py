@@ -43,7 +43,7 @@ class DeepEPBuffer:
         rdma_bytes = nvlink_bytes = 0
         if width is not None:
             # A rank's queues hold every token twice over: on its way, and its answer.
-            depth = max(int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")), 2 * (capacity + 1))
+            depth = max(int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")), 1 << (2 * capacity + 1).bit_length())
             os.environ["NVSHMEM_QP_DEPTH"] = str(depth)
             rdma_bytes = Buffer.get_low_latency_rdma_size_hint(capacity, width, self._num_ranks, num_slots)
         if normal:
