@@ -11,6 +11,7 @@ from tiny_checkpoints import write_checkpoint
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
+from minserve.runtime import canary
 from minserve.runtime.canary import check_layers
 from tools.quantize_fp8 import quantize_checkpoint
 
@@ -80,3 +81,21 @@ def test_a_wrong_kernel_is_refused(tiny_dir, broken, named):
     with pytest.raises(SelfCheckFailed, match="fp32 reference arithmetic") as caught:
         check_layers(load(tiny_dir("deepseek_v3_small"), kernels), kernels, torch.float32, 16)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "refused"), [(1, False), (canary.DECODE_TOKENS, True)])
+def test_one_token_whose_choice_of_experts_turned_is_no_fault(tiny_dir, wrong, refused):
+    calls = []
+
+    def experts_flat(x, slot_ids, weights, experts):
+        calls.append(len(x))
+        turned = len(x) == 1 and calls.count(1) <= wrong
+        return reference.experts_flat(x, slot_ids.roll(1, dims=1) if turned else slot_ids, weights, experts)
+
+    kernels = dataclasses.replace(reference.cpu(), experts_flat=experts_flat)
+    model = load(tiny_dir("deepseek_v3_small"), kernels)
+    if refused:
+        with pytest.raises(SelfCheckFailed, match="in decode"):
+            check_layers(model, kernels, torch.float32, 16)
+    else:
+        assert max(check_layers(model, kernels, torch.float32, 16).values()) < 1e-5
