@@ -149,7 +149,7 @@ class Kernels:
     """(x [T, H], weight fp32 [E, H], correction_bias fp32 [E] or None, config, num_tokens int32 [1] or None) -> (topk_ids int32
     [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... Rows from num_tokens on: -1 and 0."""
     experts_flat: Callable[..., Tensor]
-    """(x [T, H], local slot ids int32 [T, k] with -1 for none, weights fp32 [T, k], experts) -> [T, H], weighted and summed.
+    """(x [T, H], slots int32 [T, k], distinct in a token or -1, weights fp32 [T, k], experts) -> [T, H], weighted and summed.
     Where there is `quantize_rows`, a fifth argument may be its scales, with x its values."""
     experts_masked: Callable[..., Tensor]
     """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted. Where
