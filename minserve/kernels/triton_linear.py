@@ -108,8 +108,12 @@ def _skinny_kernel(
     follow(dependent)
     column = (group[:, None] * 128 + k[None, :])[:, :, None]
     a = tl.load(x + m[None, None, :] * x_stride + column, mask=(m < m_size)[None, None, :] & (column < k_size), other=0.0)
-    # Every FP8 number is an fp16 one, at a fraction of what widening to bf16 costs.
-    sums = tl.dot(w.to(tl.float16), a.to(tl.float16)) * scales[:, :, None] if fp8 else tl.dot(w, a)
+    if fp8:
+        # Every FP8 number is an fp16 one, at a fraction of what widening to bf16 costs. Inputs are held at fp16's largest.
+        a = tl.clamp(a.to(tl.float32), -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+        sums = tl.dot(w.to(tl.float16), a) * scales[:, :, None]
+    else:
+        sums = tl.dot(w, a)
     result = tl.sum(sums, axis=0)
     if biased:
         result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
@@ -227,7 +231,7 @@ def path_of(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "
         return "skinny" if count <= SKINNY_ROWS and k_size <= 2048 and n_size <= 4096 else "tiles"
     if count == 1:
         return "vector"
-    # Beyond 4,096 columns its tile would not fit; nor would all such inputs fit in fp16.
+    # Beyond 4,096 columns its tile would not fit.
     return "skinny" if count <= SKINNY_ROWS and k_size <= 4096 else "tiles"
 
 
