@@ -31,8 +31,8 @@ from minserve.models.sampler import Variant
 from minserve.remembered import Remembered
 from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
 
-BATCHES = (1, 32)
-"""Tokens of the timed steps: few, where launches cost, and enough to read most experts."""
+BATCHES = (1, 8, 32)
+"""Tokens of the timed steps: one, where launches cost most, and on to as many as read most experts."""
 GAIN = 0.01
 """A plan that is not simpler must be faster by this share; less is noise."""
 _REPLAYS = 20
@@ -215,6 +215,9 @@ def _from_json(kept: object) -> Times | None:
 
 
 def _sentence(times: Times) -> str:
-    sizes = " and ".join(map(str, BATCHES))
-    parts = (f"{policy} {' and '.join(f'{time:.1f}' for time in by_batch.values())}" for policy, by_batch in times.items())
-    return f"{sizes}: {', '.join(parts)}"
+    parts = (f"{policy} {_listed([f'{time:.1f}' for time in by_batch.values()])}" for policy, by_batch in times.items())
+    return f"{_listed([str(size) for size in BATCHES])}: {', '.join(parts)}"
+
+
+def _listed(words: list[str]) -> str:
+    return f"{' '.join(words[:-1])} and {words[-1]}"

@@ -65,7 +65,11 @@ def test_what_needs_no_measuring(
 
 def test_auto_measures_once_a_shape(tiny_dir: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    times: Times = {"serial": {1: 90.0, 32: 200.0}, "overlap": {1: 80.0, 32: 190.0}, "fused": {1: 60.0, 32: 185.0}}
+    times: Times = {
+        "serial": {1: 90.0, 8: 150.0, 32: 200.0},
+        "overlap": {1: 80.0, 8: 140.0, 32: 190.0},
+        "fused": {1: 60.0, 8: 130.0, 32: 185.0},
+    }
     monkeypatch.setattr(Shape, "key", lambda self: [str(self.config.hidden_size), str(self.dtype)])
 
     def measure(shape: Shape) -> Times:
@@ -77,7 +81,8 @@ def test_auto_measures_once_a_shape(tiny_dir: Directories, tmp_path: Path, monke
     first, second = (choose(shape, tmp_path) for _ in range(2))
     assert len(measured) == 1
     assert first.policy == second.policy == "fused"
-    table = "us a layer at batch 1 and 32: serial 90.0 and 200.0, overlap 80.0 and 190.0, fused 60.0 and 185.0"
+    rows = "serial 90.0 150.0 and 200.0, overlap 80.0 140.0 and 190.0, fused 60.0 130.0 and 185.0"
+    table = f"us a layer at batch 1 8 and 32: {rows}"
     assert first.reason == f"measured, {table}"
     assert second.reason == f"measured by an earlier start, {table}"
     choose(Shape(shape.config, shape.formats, shape.kernels, torch.bfloat16, shape.device), tmp_path)
