@@ -13,6 +13,7 @@ import collections
 import contextlib
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -33,6 +34,8 @@ PAUSE_SECONDS = 0.15
 WARM_UP = 1 / 3
 """Share of the readings in which caches and pools may still fill."""
 ALLOWED_GROWTH = 1.01
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+"""What is freed goes back to the system at once, so that a reading is what is held and not what was once needed."""
 
 Session = aiohttp.ClientSession
 
@@ -251,6 +254,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path)
     arguments, flags = parser.parse_known_args()
     allow_many_files()
+    os.environ.update(MALLOC)
     with serving([*flags, "--num-pages", "400"]) as server:
         readings, answered, counts, surprises = soak(server, arguments.minutes)
         found = surprises + server.errors() + growth(readings)
