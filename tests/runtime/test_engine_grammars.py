@@ -208,7 +208,7 @@ class AheadOfMasks(ModelRunner):
 
     def _start(self, step, staged, padded, awaits_masks):
         finish = functools.partial(self._finish, step, self._run(step, staged, padded))
-        read = functools.partial(self._read, step, 0.0, "no graphs")
+        read = functools.partial(self._read, step, "no graphs")
         launched = InFlight(step, finish, read, finish_late=False)
         if not awaits_masks:
             launched.constrain(None)
