@@ -23,6 +23,9 @@ from minserve.server import messages_api
 from minserve.server.api_errors import RETRY_AFTER_SECONDS, ApiError, bad_request
 
 _LONGEST_REQUEST_ID = 256
+_LONGEST_COMPLAINT = 300
+"""Characters of what the HTTP parser says; it quotes what it was sent."""
+_SERVER = f"minserve/{__version__}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def open_exchange(
     given = request.headers.get("x-request-id", "")
     usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isprintable() and given.isascii()
     request_id = given if usable else uuid.uuid4().hex
-    headers = {"x-request-id": request_id, "Server": f"minserve/{__version__}"}
+    headers = {"x-request-id": request_id, "Server": _SERVER}
     origin = request.headers.get("Origin")
     if origin is not None and cors_origins:
         headers["Vary"] = "Origin"
@@ -222,7 +225,12 @@ class _Connection(RequestHandler):
             message = "Internal error"
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun and cannot be taken back")
-        error = ApiError(status, f"The request cannot be understood: {message}", param="http")
-        response = web.Response(body=error.body(), status=status, content_type="application/json")
+        error = ApiError(status, f"The request cannot be understood: {(message or '')[:_LONGEST_COMPLAINT]}", param="http")
+        response = web.Response(body=error.body(), status=status, headers={"Server": _SERVER}, content_type="application/json")
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """A body that cannot be decoded fails once more when its rest is skipped; its client has been told."""
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kw)

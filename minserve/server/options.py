@@ -56,6 +56,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 """Characters of one stop string."""
 _GREEDY_BELOW = 1e-5
+_LEAST_REPETITION_PENALTY = 0.01
+"""Logits divided by less may leave the range of floats."""
 _INT64 = 1 << 63
 _NOT_SUPPORTED = ("guided_grammar", "suffix")
 _ids_decoder = msgspec.json.Decoder(list[int])
@@ -187,7 +189,7 @@ def _sampling(fields: Fields, facts: ModelFacts, max_tokens: int | None) -> Samp
         top_k=0 if top_k == -1 or top_k >= facts.vocab_size else top_k,
         top_p=_or(fields.number("top_p", 0, 1, above_least=True), 1.0),
         min_p=_or(fields.number("min_p", 0, 1), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", 0, 10, above_least=True), 1.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", _LEAST_REPETITION_PENALTY, 10), 1.0),
         presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
         frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
         logit_bias=_logit_bias(fields, facts),

@@ -157,6 +157,12 @@ def test_bodies_over_the_limit(start_edge: Start) -> None:
         assert raw(edge, head + chunks).startswith(b"HTTP/1.1 413")
 
 
+def test_a_body_that_cannot_be_decoded_leaves_no_traceback(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 14\r\n\r\n"
+    assert raw(edge, head + b'{"prompt":"x"}').startswith(b"HTTP/1.1 400")
+    assert not caplog.records
+
+
 def test_a_size_over_the_limit_is_refused_before_the_body_comes(start_edge: Start) -> None:
     with start_edge("ok", max_body_bytes=10_000) as edge, socket.create_connection(("127.0.0.1", edge.port), timeout=5) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
@@ -182,6 +188,7 @@ def test_a_body_announced_with_expect_is_asked_for(edge: Edge) -> None:
         b"GET /v1/models HTTP/1.1\r\nHost: x\r\nbroken header\r\nAccept: text/html\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"A" * 5000 + b" / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
     ],
 )
@@ -190,7 +197,10 @@ def test_bytes_that_are_no_http_are_answered_in_json(edge: Edge, data: bytes) ->
     head, _, body = received.partition(b"\r\n\r\n")
     assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), received
     assert b"application/json" in head
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert b"Server: minserve/" in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 500
     assert b"<html" not in received.lower()
     assert b"Traceback" not in received
 

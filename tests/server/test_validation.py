@@ -35,6 +35,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("min_p", 1.1),
     ("repetition_penalty", 0),
     ("repetition_penalty", -1),
+    ("repetition_penalty", 1e-300),
     ("presence_penalty", 2.1),
     ("presence_penalty", -2.1),
     ("frequency_penalty", 3),
