@@ -6,6 +6,7 @@ model once with random weights, which is exactly what a start needs.
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import socket
 import subprocess
@@ -23,7 +24,10 @@ START_SECONDS = 1800.0
 
 def run(models: Sequence[str], arch: str, launch_flags: Sequence[str]) -> int:
     """The exit code. `models` are what `minserve launch` takes; only their config.json is read. Raises EnvironmentFault."""
-    if code := launch.run_module("minserve.kernels.flashinfer_modules", ["--arch", arch]):
+    if importlib.util.find_spec("flashinfer") is None:
+        if not models:
+            raise EnvironmentFault("FlashInfer is not installed, so only a model's kernels can be compiled: name a MODEL")
+    elif code := launch.run_module("minserve.kernels.flashinfer_modules", ["--arch", arch]):
         return code
     for model in models:
         if code := _start_once([model, "--load-format", "dummy", *launch_flags]):

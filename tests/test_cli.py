@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -52,6 +53,13 @@ def test_no_command_shows_the_help_and_a_wrong_one_exits_2() -> None:
     wrong = minserve("lunch")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="its modules would be compiled")
+def test_prebuild_without_flashinfer_says_what_is_missing() -> None:
+    done = minserve("prebuild")
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert done.stderr.startswith("minserve: error: FlashInfer is not installed")
 
 
 def test_launch_hands_over_one_config(launched: list[Config]) -> None:
