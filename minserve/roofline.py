@@ -203,10 +203,9 @@ def distinct_experts(num_experts: int, top_k: int, tokens: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartCost:
-    """What one part of a step moves and computes, on one GPU."""
+    """What one part of a step moves and takes, on one GPU."""
 
     bytes: float
-    operations: float
     seconds: float
 
 
@@ -260,7 +259,7 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
     chosen = batch * m.top_k * m.num_sparse_layers * expert
 
     def part(size: float, macs: float, matrix_rate: float) -> PartCost:
-        return PartCost(size, 2 * macs, max(size / gpu.bandwidth, 2 * macs / matrix_rate))
+        return PartCost(size, max(size / gpu.bandwidth, 2 * macs / matrix_rate))
 
     head = m.vocab * m.hidden
     parts = {

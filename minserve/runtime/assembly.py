@@ -69,7 +69,6 @@ class Parts:
 
     model_config: ModelConfig
     model: Decoder
-    kv_plan: KVPlan
     limits: Limits
     scheduler: Scheduler
     runner: ModelRunner
@@ -115,7 +114,6 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     return Parts(
         model_config=model_config,
         model=model,
-        kv_plan=size,
         limits=limits,
         scheduler=Scheduler(limits),
         runner=runner,

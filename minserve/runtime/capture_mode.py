@@ -28,8 +28,8 @@ def capture_mode(
     """Everything inside runs, or is recorded, under capture rules.
 
     Warm-up and record differ in `phase` and in `allow_jit` alone, so that kernels take the same branches in both: what compiles
-    or allocates does so in warm-up, for which a model runs only as many layers as that takes. Leaving restores the earlier flags, nested or not, whatever was raised; other threads never
-    see them.
+    or allocates does so in warm-up, for which a model runs only as many layers as that takes. Leaving restores the earlier flags,
+    nested or not, whatever was raised; other threads never see them.
     """
     flags = CaptureFlags(
         capturing=True,
