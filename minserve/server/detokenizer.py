@@ -63,27 +63,30 @@ class StopMatch:
 
 
 class _Pattern:
-    """One stop string and how much of it the text's end matches (Knuth, Morris and Pratt: constant time a character)."""
+    """One stop string and how much of it the text's end matches (Knuth, Morris and Pratt: constant time a character).
+
+    The table grows with what has matched so far: made whole for each choice, long stop strings would hold up everybody.
+    """
 
     __slots__ = ("_fallback", "matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._fallback = [0] * len(text)
-        length = 0
-        for index in range(1, len(text)):
-            while length and text[index] != text[length]:
-                length = self._fallback[length - 1]
-            length += text[index] == text[length]
-            self._fallback[index] = length
+        self._fallback = [0]
 
     def step(self, character: str) -> bool:
         """True when this character completes the pattern; it must not be stepped after that."""
-        while self.matched and self.text[self.matched] != character:
-            self.matched = self._fallback[self.matched - 1]
-        self.matched += self.text[self.matched] == character
+        self.matched = self._continued(self.matched, character)
+        if self.matched > len(self._fallback):
+            self._fallback.append(self._continued(self._fallback[-1], character))
         return self.matched == len(self.text)
+
+    def _continued(self, matched: int, character: str) -> int:
+        """How much is matched after one more character."""
+        while matched and self.text[matched] != character:
+            matched = self._fallback[matched - 1]
+        return matched + (self.text[matched] == character)
 
 
 class StopChecker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -248,6 +249,14 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
     stream = TextStream(words("s", "t"), stop=["st"], min_tokens=3)
     assert stream.push([0, 1, 0, 1, 0, 1, 0]) == "sts" + "t"
     assert stream.num_tokens == 6
+
+
+def test_long_stop_strings_of_many_choices_hold_up_nobody() -> None:
+    stops = ["a" * 4000 + chr(ord("A") + index) for index in range(52)]
+    began = time.thread_time()
+    checkers = [StopChecker(stops) for _ in range(100)]
+    assert time.thread_time() - began < 1  # with a table for each stop string of each choice it takes five
+    assert [checkers[0].push(character) for character in "aab"] == ["", "", "aab"]
 
 
 def test_an_empty_stop_string_is_refused() -> None:
