@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from minserve.server.qwen_calls import ParameterTypes, parameter_types
 from minserve.server.reasoning import AnswerStart, ReasoningParser, ThinkTags, answer_start
 from minserve.server.tool_calls import CallArguments, CallStart, Event, ToolCallParser
 from minserve.server.tool_formats import TOOL_FORMATS, CallLayout, ToolFormat, call_layout
@@ -103,7 +104,8 @@ class AnswerFormat:
     start: AnswerStart = AnswerStart.CONTENT
     tool_format: ToolFormat | None = None
     """None: calls are not looked for."""
-    tools: Sequence[Mapping[str, Any]] = ()
+    parameter_types: Mapping[str, ParameterTypes]
+    """By function name; what is read of the schemas, once for all choices."""
     one_call: bool = False
     calls_are_a_stop: bool = False
     """The finish reason stays `stop` where calls were made: the client named the function itself."""
@@ -112,7 +114,7 @@ class AnswerFormat:
 
     def reader(self) -> AnswerReader:
         reasoning = ReasoningParser(self.tags, self.start) if self.tags is not None else None
-        calls = self.tool_format.parser(self.tools) if self.tool_format is not None else None
+        calls = self.tool_format.parser(self.parameter_types) if self.tool_format is not None else None
         return AnswerReader(reasoning, calls, one_call=self.one_call)
 
 
@@ -169,7 +171,7 @@ class ModelFormats:
             tags=tags,
             start=start,
             tool_format=tool_format,
-            tools=tools or (),
+            parameter_types=parameter_types(tools or ()),
             one_call=one_call,
             calls_are_a_stop=calls_are_a_stop,
             shown_token_ids=frozenset(self.special_tokens[mark] for mark in marks if mark in self.special_tokens),

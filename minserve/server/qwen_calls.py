@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minserve.server.reasoning import unfinished_mark
@@ -30,8 +30,8 @@ from minserve.server.tool_calls import (
 ParameterTypes = Mapping[str, frozenset[str]]
 """Of one function: parameter name to the JSON types that its schema allows; a parameter without any is missing."""
 
-_DEEPEST = 16
-"""Levels of references and combinations that are followed."""
+_MOST_PARTS = 64
+"""Parts of a parameter's schema that are looked at, each once: references may go round and multiply."""
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array", dict: "object"}
 
 
@@ -65,29 +65,34 @@ def _of_function(schema: Mapping[str, Any]) -> ParameterTypes:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    found = {name: frozenset(_types(part, schema, _DEEPEST)) for name, part in properties.items()}
+    found = {name: _types(part, schema) for name, part in properties.items()}
     return {name: types for name, types in found.items() if types}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    named = schema.get("type")
-    if isinstance(named, str):
-        yield named
-    elif isinstance(named, list):
-        yield from (name for name in named if isinstance(name, str))
-    else:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        if isinstance(values, list):
-            yield from (_NAMES[type(value)] for value in values if type(value) in _NAMES)
-    for combination in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(combination)
-        if isinstance(parts, list):
-            for part in parts:
-                yield from _types(part, root, depth - 1)
-    if isinstance(reference := schema.get("$ref"), str):
-        yield from _types(_resolve(reference, root), root, depth - 1)
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        if isinstance(named, str):
+            found.add(named)
+        elif isinstance(named, list):
+            found.update(name for name in named if isinstance(name, str))
+        else:
+            values = part.get("enum", [part["const"]] if "const" in part else [])
+            if isinstance(values, list):
+                found.update(_NAMES[type(value)] for value in values if type(value) in _NAMES)
+        for combination in ("anyOf", "oneOf", "allOf"):
+            if isinstance(parts := part.get(combination), list):
+                waiting += parts
+        if isinstance(reference := part.get("$ref"), str):
+            waiting.append(_resolve(reference, root))
+    return frozenset(found)
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:

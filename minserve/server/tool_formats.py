@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from minserve.server.qwen_calls import CALL_BEGIN, CALL_END, ParameterTypes, parameter_types, read_qwen
+from minserve.server.qwen_calls import CALL_BEGIN, CALL_END, ParameterTypes, read_qwen
 from minserve.server.tool_calls import (
     LONGEST_HEADER,
     CallArguments,
@@ -182,9 +181,8 @@ class ToolFormat:
     """Marks that begin a call even where the reasoning was not closed; plain words like Qwen's tags may be reasoned about."""
     read: Callable[[Source, Mapping[str, ParameterTypes]], Reading[None]]
 
-    def parser(self, tools: Sequence[Mapping[str, Any]]) -> ToolCallParser:
-        """For one answer. `tools` as OpenAI's API has them, checked."""
-        types = parameter_types(tools)
+    def parser(self, types: Mapping[str, ParameterTypes]) -> ToolCallParser:
+        """For one answer. `types`: of the parameters, by function name."""
         return ToolCallParser(lambda source: self.read(source, types))
 
 

@@ -24,6 +24,7 @@ from minserve.request import FinishReason, Request, TokenOutput
 from minserve.server.api_errors import ApiError
 from minserve.server.fields import decode_object
 from minserve.server.grammars import ForcedCalls, OutputForm, build_grammar, parse_form
+from minserve.server.qwen_calls import parameter_types
 from minserve.server.tool_formats import TOOL_FORMATS, call_layout
 from tests.server.conftest import BOS, EOS, Edge, Vocabulary
 
@@ -376,7 +377,7 @@ def test_any_walk_through_a_forced_call_is_read_back_as_calls(name: str, special
                 break
         if len(text) > 3000 or not made.is_accepting():
             continue
-        parser = TOOL_FORMATS[LAYOUTS[name][0]].parser(TOOLS)
+        parser = TOOL_FORMATS[LAYOUTS[name][0]].parser(parameter_types(TOOLS))
         events = [*parser.push(text.decode("utf-8", "replace")), *parser.finish()]
         assert not any(isinstance(event, str) for event in events), (text, events)
         assert events[0][0] in ("f", "get_weather", "now")

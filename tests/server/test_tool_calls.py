@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.tool_texts import STYLES, Call, Style, hermes, kimi_k2, qwen3_coder, tool
 
+from minserve.server.qwen_calls import parameter_types
 from minserve.server.tool_calls import CallArguments, CallStart, Event
 from minserve.server.tool_formats import TOOL_FORMATS
 
@@ -21,7 +23,7 @@ Joined = list[str | tuple[str, str | None, str]]
 
 def read(style_or_format: Style | str, pieces: Iterable[str], tools: Sequence[dict[str, Any]] = TOOLS) -> list[Event]:
     name = style_or_format if isinstance(style_or_format, str) else style_or_format.format
-    parser = TOOL_FORMATS[name].parser(tools)
+    parser = TOOL_FORMATS[name].parser(parameter_types(tools))
     events = [event for piece in pieces for event in parser.push(piece)]
     events += parser.finish()
     assert all(event if isinstance(event, str) else event[0] for event in events), events
@@ -140,7 +142,7 @@ def test_name_comes_before_the_arguments(name: str) -> None:
     """A client sees the call begin while its arguments are still being written."""
     style = STYLES[name]
     text = style.write([("f", {"a": "x" * 50})])
-    parser = TOOL_FORMATS[style.format].parser(TOOLS)
+    parser = TOOL_FORMATS[style.format].parser(parameter_types(TOOLS))
     events = [event for character in text[: text.index("xxxxx") + 2] for event in parser.push(character)]
     assert events[0] == CallStart("f", "functions.f:0" if style.ids else None)
     assert "".join(event.text for event in events if isinstance(event, CallArguments)).endswith("x")
@@ -242,7 +244,7 @@ def test_content_around_calls() -> None:
 
 
 def test_plain_content_is_not_held_back() -> None:
-    parser = TOOL_FORMATS["deepseek"].parser(TOOLS)
+    parser = TOOL_FORMATS["deepseek"].parser(parameter_types(TOOLS))
     assert [parser.push(piece) for piece in ("Hello", " wor", "ld <", "b")] == [["Hello"], [" wor"], ["ld"], [" <b"]]
 
 
@@ -341,3 +343,16 @@ def test_nonsense_never_fails_and_cuts_never_matter(parts: list[str], name: str)
     whole = joined(read(name, [text]))
     assert joined(read(name, parts)) == whole
     assert joined(read(name, text)) == whole
+
+
+def test_a_schema_that_multiplies_is_looked_at_once() -> None:
+    """Twenty references to itself in each of eight levels would be read for longer than anyone lives."""
+    many = {"anyOf": [{"$ref": "#/$defs/many"}] * 20 + [{"type": "integer"}]}
+    schema = {"properties": {"p": {"$ref": "#/$defs/many"}}, "$defs": {"many": many}}
+    assert parameter_types([{"function": {"name": "f", "parameters": schema}}]) == {"f": {"p": {"integer"}}}
+    shared = {"anyOf": [{"enum": [number]} for number in range(5000)]}
+    properties = {f"p{number}": {"$ref": "#/$defs/shared"} for number in range(1000)}
+    began = time.thread_time()
+    read_of = parameter_types([{"function": {"name": "f", "parameters": {"properties": properties, "$defs": {"shared": shared}}}}])
+    assert time.thread_time() - began < 1.5
+    assert read_of == {"f": dict.fromkeys(properties, {"integer"})}
