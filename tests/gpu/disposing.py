@@ -19,7 +19,7 @@ from minserve.runtime.capture_mode import current_flags
 def disposing(kernels: Kernels) -> Kernels:
     """Routed experts that hand their input's memory back while it is recorded, unless the flags forbid it: the side block
     then records a pointer to something else."""
-    trash = torch.full((1 << 20,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    trash = torch.full((1 << 23,), float("nan"), dtype=torch.bfloat16, device="cuda")
 
     def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         out = kernels.experts_flat(x, slot_ids, weights, experts)

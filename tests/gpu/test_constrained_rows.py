@@ -17,7 +17,7 @@ VOCAB = 1024
 PIECES = [bytes([byte]) for byte in range(256)] + [
     f"{a}{b}".encode() for a in "abcdefghijklmnop" for b in "abcdefghijklmnopqrstuvwx"
 ]
-REGEX = r"[a-c]{3,9}-\d{2}(x|yz)"
+REGEX = r"[a-c]{3,9}-[0-9]{2}(x|yz)"  # \d means more digits in newer Unicode
 GRAMMAR = Grammar('%llguidance {"no_forcing": true}\nstart: /' + REGEX + "/")
 
 
