@@ -22,6 +22,9 @@ from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 _SCORED = 512
 """Prompt tokens that the trial step scores: several pieces, which are all of one size."""
 
+_ELSEWHERE_BYTES = 8 << 30
+"""More than the driver and the libraries take: another process has a part of the GPU."""
+
 log = logging.getLogger("minserve.runtime")
 
 
@@ -49,6 +52,9 @@ def left_for_cache(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)  # the trial's buffers still live: the real ones are as large
     log.info("memory: a step takes up to %s, graphs up to %s", gigabytes(step_bytes), gigabytes(graphs))
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    if elsewhere > _ELSEWHERE_BYTES:
+        log.warning("%s of the GPU's memory are not this engine's; the KV cache is smaller by as much", gigabytes(elsewhere))
     return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - graphs
 
 
