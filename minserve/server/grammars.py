@@ -19,7 +19,7 @@ import msgspec
 from minserve.request import Grammar
 from minserve.server.api_errors import bad_request
 from minserve.server.fields import Fields, decode_value
-from minserve.server.qwen_calls import parameter_types
+from minserve.server.qwen_calls import parameter_types, resolve
 from minserve.server.tool_formats import ARGUMENTS, NAME, NUMBER, CallLayout
 
 MAX_SCHEMA_BYTES = 1 << 17
@@ -31,6 +31,8 @@ MAX_CHOICES_LENGTH = 1 << 17
 """Characters of all choices together."""
 MAX_MULTIPLE = 10_000
 """Product of a schema's `multipleOf` numbers, decimal points left out: the states that a grammar needs to count remainders."""
+MAX_PATTERNS = 8
+"""Patterns that one text has to match at once: whether any text does is found out in time and memory that double with each."""
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that can be enforced; JSON Schema says of unknown ones that they mean nothing."""
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
@@ -150,11 +152,51 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
     if multiples > MAX_MULTIPLE:
         raise bad_request(f"{param}: the numbers of multipleOf are too large to be enforced", param)
     made: dict[str, Any] = cleaned
+    try:
+        num_patterns = _Patterns(made).at_once(made, MAX_DEPTH)
+    except _TooDeepError:
+        raise bad_request(f"{param} has more than {MAX_DEPTH} levels of references", param) from None
+    if num_patterns > MAX_PATTERNS:
+        raise bad_request(f"{param} may hold one value to {num_patterns} patterns at once; {MAX_PATTERNS} are possible", param)
     return made
 
 
 class _TooDeepError(Exception):
     pass
+
+
+class _Patterns:
+    """Counts how many patterns of a schema one text may have to match together: rather too many than too few."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._all = json.dumps(root).count('"pattern"')
+        self._known: dict[int, int] = {}
+
+    def at_once(self, part: Any, depth: int) -> int:
+        """What stands side by side adds up, of alternatives and of what holds for different values the most counts."""
+        if isinstance(part, list):
+            return max((self.at_once(element, depth) for element in part), default=0)
+        if not isinstance(part, dict):
+            return 0
+        if depth == 0:
+            raise _TooDeepError
+        if id(part) in self._known:
+            return self._known[id(part)]
+        self._known[id(part)] = 0  # while it is counted: a reference back to it adds nothing
+        count = int(isinstance(part.get("pattern"), str))
+        for key, value in part.items():
+            if key == "allOf" and isinstance(value, list):
+                count += sum(self.at_once(element, depth - 1) for element in value)
+            elif key == "$ref" and isinstance(value, str):
+                target = resolve(value, self._root)
+                count += self._all if target is None else self.at_once(target, depth - 1)
+            elif key in ("properties", "patternProperties") and isinstance(value, dict):
+                count += self.at_once(list(value.values()), depth - 1)
+            elif key not in ("$defs", "definitions", *_DATA):
+                count += self.at_once(value, depth - 1)
+        self._known[id(part)] = count
+        return count
 
 
 def _clean(part: Any, depth: int) -> tuple[Any, int]:

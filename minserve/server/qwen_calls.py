@@ -91,11 +91,11 @@ def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
             if isinstance(parts := part.get(combination), list):
                 waiting += parts
         if isinstance(reference := part.get("$ref"), str):
-            waiting.append(_resolve(reference, root))
+            waiting.append(resolve(reference, root))
     return frozenset(found)
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
     """A reference into the same schema, such as `#/$defs/Point`; None when it leads nowhere."""
     start, *steps = reference.split("/")
     found: Any = root if start == "#" else None

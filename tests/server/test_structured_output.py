@@ -23,7 +23,7 @@ from minserve.messages import Ready
 from minserve.request import FinishReason, Request, TokenOutput
 from minserve.server.api_errors import ApiError
 from minserve.server.fields import decode_object
-from minserve.server.grammars import ForcedCalls, OutputForm, build_grammar, parse_form
+from minserve.server.grammars import MAX_PATTERNS, ForcedCalls, OutputForm, build_grammar, checked_schema, parse_form
 from minserve.server.qwen_calls import parameter_types
 from minserve.server.tool_formats import TOOL_FORMATS, call_layout
 from tests.server.conftest import BOS, EOS, Edge, Vocabulary
@@ -692,3 +692,38 @@ def test_no_form_and_no_tools_make_the_server_fail(qwen: Edge, fields: dict[str,
             made = llguidance.LLMatcher(TOKENIZER, request.sampling.grammar.text, log_level=0)
             if not made.is_error():
                 made.compute_bitmask()
+
+
+def _pattern(number: int) -> dict[str, Any]:
+    return {"type": "string", "pattern": f".*a.{{{number}}}b"}
+
+
+def _through_references(count: int) -> dict[str, Any]:
+    links = {f"d{number}": {**_pattern(number), "$ref": f"#/$defs/d{number + 1}"} for number in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
+
+
+def _of_one_property(count: int) -> dict[str, Any]:
+    return {"allOf": [{"type": "object", "properties": {"p": _pattern(number)}} for number in range(count)]}
+
+
+def _inside_each_other(count: int) -> dict[str, Any]:
+    return {**_pattern(count), **({"anyOf": [_inside_each_other(count - 1)]} if count > 1 else {})}
+
+
+@pytest.mark.parametrize(
+    "many",
+    [lambda count: {"allOf": list(map(_pattern, range(count)))}, _through_references, _of_one_property, _inside_each_other],
+)
+def test_many_patterns_at_once_are_refused_before_they_explode(many: Callable[[int], dict[str, Any]]) -> None:
+    with pytest.raises(ApiError, match="patterns at once"):
+        checked_schema(many(MAX_PATTERNS + 1), "schema")
+    assert checked_schema(many(MAX_PATTERNS), "schema") == many(MAX_PATTERNS)
+
+
+def test_patterns_of_different_values_are_no_matter() -> None:
+    named = {"type": "object", "properties": {f"p{number}": _pattern(number) for number in range(50)}}
+    either = {"anyOf": [named, *map(_pattern, range(50))], "properties": {"pattern": {"$ref": "#"}}}
+    assert checked_schema(either, "schema") == either
+    with pytest.raises(ApiError, match="levels of references"):
+        checked_schema(_through_references(200), "schema")
