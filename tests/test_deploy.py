@@ -37,7 +37,7 @@ def test_the_image_runs_the_server_itself_without_root() -> None:
     final = dockerfile().rpartition("\nFROM ")[2]
     assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", final, re.MULTILINE)[0]) == ["minserve"]  # no shell eats the signals
     assert json.loads(re.findall(r"^CMD (.*)$", final, re.MULTILINE)[-1]) == ["launch"]
-    assert final.index("\nUSER minserve") > final.index("useradd")
+    assert final.index("\nUSER 1000") > final.index("useradd --create-home --uid 1000")
     assert "/ready" in re.findall(r"HEALTHCHECK (.*)$", final, re.MULTILINE)[0]
 
 
