@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,7 @@ class Terminal:
     def __init__(self, words: list[str]) -> None:
         self.pid, self._descriptor = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it for what it starts in the background
             os.execvpe(words[0], words, {**os.environ, "TERM": "dumb"})
         self.seen = ""
 
