@@ -18,7 +18,8 @@ ARG FLASHINFER_ARCHS=9.0a
 ENV PATH=/opt/minserve/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 FLASHINFER_WORKSPACE_BASE=/tmp/flashinfer
 RUN if [ "$VARIANT" = gpu ]; then apt-get update && apt-get install -y --no-install-recommends g++; fi \
     && python3 -m venv /opt/minserve
-# The compiler for kernels comes as wheels, a tenth of a CUDA devel image. They lack two names that linkers look for.
+# The compiler for kernels comes as wheels, a tenth of a CUDA devel image. They lack names that linkers look for, and the driver's
+# library, which comes with the GPU: an empty one of its name is enough to link against.
 RUN case "$VARIANT-$PINS" in \
         cpu-*) pip install ${PIP_OPTIONS} "${CPU_TORCH}" ;; \
         gpu-proven) pip install ${PIP_OPTIONS} torch==2.11.0 ninja \
@@ -29,7 +30,8 @@ RUN case "$VARIANT-$PINS" in \
     esac \
     && if [ "$VARIANT" = gpu ]; then \
         toolkit=$(python3 -c 'import nvidia.cu13; print(list(nvidia.cu13.__path__)[0])') \
-        && ln -s "$toolkit" /opt/minserve/cuda && ln -s lib "$toolkit/lib64" && ln -s libcudart.so.13 "$toolkit/lib/libcudart.so"; \
+        && ln -s "$toolkit" /opt/minserve/cuda && ln -s lib "$toolkit/lib64" && ln -s libcudart.so.13 "$toolkit/lib/libcudart.so" \
+        && mkdir "$toolkit/lib/stubs" && gcc -shared -o "$toolkit/lib/stubs/libcuda.so" -Wl,-soname,libcuda.so.1 -x c /dev/null; \
     fi
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
@@ -55,7 +57,8 @@ ENV PATH=/opt/minserve/bin:$PATH CUDA_HOME=/opt/minserve/cuda PYTHONUNBUFFERED=1
 # A toolchain that cannot compile would be found out by the first shape that is not in the cache: find out now.
 RUN if [ "$VARIANT" = gpu ]; then \
         printf '#include <cuda_bf16.h>\n#include <cuda/std/type_traits>\n__global__ void k(__nv_bfloat16 *x) { *x = __float2bfloat16(1.f); }\n' > /tmp/probe.cu \
-        && "$CUDA_HOME/bin/nvcc" -arch=sm_90a -std=c++17 -shared -Xcompiler -fPIC -o /tmp/probe.so /tmp/probe.cu -L"$CUDA_HOME/lib64" -lcudart \
+        && "$CUDA_HOME/bin/nvcc" -arch=sm_90a -std=c++17 -shared -Xcompiler -fPIC -o /tmp/probe.so /tmp/probe.cu \
+            -L"$CUDA_HOME/lib64" -L"$CUDA_HOME/lib64/stubs" -lcudart -lcuda \
         && rm /tmp/probe.*; \
     fi
 USER 1000
