@@ -16,15 +16,14 @@ CORPUS = [
     "안녕하세요 세계, こんにちは世界, 你好世界 👍🏽 👩‍👩‍👧 é ü ñ\n",
     "def add(a, b):\n    return a + b  # sum\n",
 ] * 4
-KINDS = ("byte_level", "with_bos")
+KINDS = ("byte_level", "sentencepiece", "metaspace", "word_level")
 
 
 def write_tokenizer(directory: Path, kind: str, **config: Any) -> Path:
     """A tokenizer.json of one of KINDS, and a tokenizer_config.json with `config` beside the usual fields."""
-    tokenizer = _byte_level()
-    if kind == "with_bos":
-        bos = [(BOS, tokenizer.token_to_id(BOS))]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=bos)
+    tokenizer = {"byte_level": _byte_level, "sentencepiece": _sentencepiece, "metaspace": _metaspace, "word_level": _word_level}[
+        kind
+    ]()
     # "né e" holds letters of the byte alphabet beside a space, which is not one of them.
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (THINK, "</think>", "né e")])
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,4 +60,43 @@ def _byte_level() -> Tokenizer:
         CORPUS,
         trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=[BOS, EOS, PAD], show_progress=False),
     )
+    return tokenizer
+
+
+def _sentencepiece() -> Tokenizer:
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator(CORPUS[:1], trainers.BpeTrainer(vocab_size=80, show_progress=False))
+    parts = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", BOS, EOS, PAD, *byte_tokens, *sorted(parts["vocab"], key=parts["vocab"].__getitem__)]
+    vocabulary = {token: token_id for token_id, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [tuple(pair) for pair in parts["merges"]], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", BOS, EOS, PAD])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return tokenizer
+
+
+def _metaspace() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", BOS, EOS, PAD], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _word_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", BOS, EOS, PAD], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer

@@ -11,46 +11,80 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from minserve.server.answer_format import AnswerFormat, AnswerReader, CallDelta, Part, Reasoning
+from minserve.server.token_pieces import TokenPieces
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenPieces:
-    """Every id's bytes. Those of several tokens, put together, are UTF-8 that may break anywhere."""
-
-    pieces: tuple[bytes, ...]
-    """By token id; empty for ids that the tokenizer does not have."""
-    special: frozenset[int]
-    """What `skip_special_tokens` leaves out."""
-
-    def piece(self, token_id: int) -> bytes:
-        """The bytes of one token on its own; empty for an unknown id."""
-        return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else b""
+_UNREADABLE = "\ufffd"
 
 
 class Detokenizer:
-    """Grows one text token by token, in constant time a token."""
+    """Grows one text token by token, in constant time a token.
 
-    def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
+    `continues_text` is for output that goes on where a prompt ended: the rules for the front of a text (a dropped leading
+    space) then do not apply.
+    """
+
+    def __init__(
+        self,
+        pieces: TokenPieces,
+        *,
+        skip_special_tokens: bool = True,
+        continues_text: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         """`shown`: special tokens that are text all the same."""
         self._pieces = pieces
         self._skipped = pieces.special - shown if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._in_character = False
+        self._byte_run = bytearray()
+        self._at_first_token = not continues_text
+        character, count = pieces.text_start_strip
+        self._strip_character, self._strip_left = (character, 0 if continues_text else count)
 
     def push(self, token_id: int) -> str:
         """The text that is certain now and was not handed out before; may be empty."""
-        if token_id in self._skipped:
+        if token_id in self._skipped or not 0 <= token_id < len(self._pieces.pieces):
             return ""
-        piece = self._pieces.piece(token_id)
-        if not self._in_character and piece.isascii():
-            return piece.decode("ascii")
-        text = self._utf8.decode(piece)
-        self._in_character = bool(self._utf8.getstate()[0])
-        return text
+        if self._pieces.kind == "bytes":
+            piece = self._pieces.pieces[token_id]
+            if not self._in_character and piece.isascii():
+                return piece.decode("ascii")
+            text = self._utf8.decode(piece)
+            self._in_character = bool(self._utf8.getstate()[0])
+            return text
+        if token_id in self._pieces.byte_tokens:
+            self._at_first_token = False
+            self._byte_run += self._pieces.piece(token_id)
+            return ""
+        return self._strip(self._take_byte_run() + self._text_piece(token_id))
 
     def flush(self) -> str:
         """What was held back, once no more tokens come: half a character becomes U+FFFD here and only here."""
-        return self._utf8.decode(b"", final=True)
+        if self._pieces.kind == "bytes":
+            return self._utf8.decode(b"", final=True)
+        return self._strip(self._take_byte_run())
+
+    def _text_piece(self, token_id: int) -> str:
+        first, self._at_first_token = self._at_first_token, False
+        if not first:
+            return self._pieces.separator + self._pieces.pieces[token_id].decode()
+        return (self._pieces.first_pieces or self._pieces.pieces)[token_id].decode()
+
+    def _take_byte_run(self) -> str:
+        run, self._byte_run = self._byte_run, bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return _UNREADABLE * len(run)
+
+    def _strip(self, text: str) -> str:
+        while self._strip_left and text:
+            if text[0] != self._strip_character:
+                self._strip_left = 0
+                break
+            text = text[1:]
+            self._strip_left -= 1
+        return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,12 +201,14 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        continues_text: bool = False,
         answer: AnswerFormat | None = None,
     ) -> None:
         """`min_tokens`: stop strings are looked for only in the text of later tokens. `answer`: read reasoning and tool calls."""
         self._detokenizer = Detokenizer(
             pieces,
             skip_special_tokens=skip_special_tokens,
+            continues_text=continues_text,
             shown=answer.shown_token_ids if answer is not None else frozenset(),
         )
         self._reader = answer.reader() if answer is not None else None

@@ -17,7 +17,8 @@ import tiktoken
 import tokenizers
 
 from minserve.errors import CheckpointError
-from minserve.server.detokenizer import Detokenizer, TokenPieces
+from minserve.server.detokenizer import Detokenizer
+from minserve.server.token_pieces import TokenPieces, byte_level_alphabet, pieces_of_decoder
 
 RESERVED_TOKENS = 256
 """Ids after the ranks of a tiktoken.model that exist even where tokenizer_config.json does not name them."""
@@ -74,10 +75,7 @@ class JsonEncoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         special = frozenset(token_id for token_id, token in added.items() if token.special)
-        decoder = [step["type"] for step in _steps(sections.get("decoder"), "decoders")]
-        if decoder != ["ByteLevel"]:
-            raise CheckpointError(f"{path}: its decoder is {decoder}; only byte-level tokenizers are supported")
-        self.pieces = TokenPieces(_byte_level_pieces(self._tokenizer.get_vocab(with_added_tokens=True)), special)
+        self.pieces = pieces_of_decoder(sections.get("decoder"), self._tokenizer.get_vocab(with_added_tokens=True), special)
         self.bytes_per_token = self._longest_text(sections)
         self._prove_pieces(path)
 
@@ -120,8 +118,11 @@ class JsonEncoder:
         added = self._tokenizer.get_added_tokens_decoder().values()
         if any(token.lstrip or token.rstrip for token in added) or sections["model"]["type"] != "BPE":
             return 0
-        ordinary = self._tokenizer.get_vocab(with_added_tokens=False)
-        complete = all(character in ordinary for character in byte_level_alphabet().values())
+        if self.pieces.kind == "bytes":
+            ordinary = self._tokenizer.get_vocab(with_added_tokens=False)
+            complete = all(character in ordinary for character in byte_level_alphabet().values())
+        else:
+            complete = bool(sections["model"].get("byte_fallback")) and len(self.pieces.byte_tokens) == 256
         if not complete or not all(map(_keeps_text, _steps(sections.get("pre_tokenizer"), "pretokenizers"))):
             return 0
         longest = max(map(len, self.pieces.pieces), default=0)
@@ -152,7 +153,7 @@ class TiktokenEncoder:
         )
         pieces = (*sorted(ranks, key=ranks.__getitem__), *(name.encode() for name in names.values()))
         special = frozenset(token_id for token_id in names if token_id not in added_tokens or added_tokens[token_id].special)
-        self.pieces = TokenPieces(pieces, special)
+        self.pieces = TokenPieces("bytes", pieces, special)
         self.bytes_per_token = max(map(len, pieces))
 
     def encode(self, text: str) -> list[int]:
@@ -172,7 +173,7 @@ class NumberEncoder:
 
     def __init__(self, vocab_size: int) -> None:
         self.added_tokens: dict[str, int] = {}
-        self.pieces = TokenPieces(tuple(b"%d " % token_id for token_id in range(vocab_size)), frozenset())
+        self.pieces = TokenPieces("bytes", tuple(b"%d " % token_id for token_id in range(vocab_size)), frozenset())
 
     def encode(self, text: str) -> list[int]:
         """Words that are no id count for nothing."""
@@ -242,29 +243,6 @@ def bounded_parts(text: str) -> Iterator[str]:
         yield part[start:]
 
 
-def byte_level_alphabet() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level BPE (the table published with GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in table]
-    table.update({byte: chr(256 + offset) for offset, byte in enumerate(others)})
-    return table
-
-
-def _byte_level_pieces(vocabulary: Mapping[str, int]) -> tuple[bytes, ...]:
-    """By token id: the alphabet's bytes, or plain UTF-8 when any character of the token is outside the alphabet."""
-    to_byte = {ord(character): byte for byte, character in byte_level_alphabet().items()}
-    # Latin-1 characters outside the alphabet (space, controls) must fail the encoding below, so they leave its range.
-    to_byte.update({code: 0xFFFD for code in range(256) if code not in to_byte})
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, token_id in vocabulary.items():
-        try:
-            pieces[token_id] = token.translate(to_byte).encode("latin-1")
-        except UnicodeEncodeError:
-            pieces[token_id] = token.encode()
-    return tuple(pieces)
-
-
 def _steps(section: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
     if section is None:
         return []
@@ -275,10 +253,14 @@ def _steps(section: dict[str, Any] | None, children: str) -> list[dict[str, Any]
 
 def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
     kind = pre_tokenizer["type"]
-    return kind in ("ByteLevel", "Digits") or (kind == "Split" and pre_tokenizer["behavior"] != "Removed")
+    return kind in ("ByteLevel", "Metaspace", "Digits") or (kind == "Split" and pre_tokenizer["behavior"] != "Removed")
 
 
 def _most_shrinking(normalizer: dict[str, Any]) -> int:
     """How many bytes of text can become one; 0 when there is no known limit."""
-    # Three conjoining jamo, 9 bytes, become one syllable of 3 bytes; the grave tone mark, 3 bytes, becomes 1.
-    return 3 if normalizer["type"] == "NFC" else 0
+    kind = normalizer["type"]
+    if kind == "NFC":
+        return 3  # three conjoining jamo, 9 bytes, become one syllable of 3 bytes; the grave tone mark, 3 bytes, becomes 1
+    if kind == "Prepend" or (kind == "Replace" and normalizer["pattern"] == {"String": " "} and normalizer["content"]):
+        return 1
+    return 0

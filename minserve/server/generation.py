@@ -17,10 +17,11 @@ from minserve.messages import Ready
 from minserve.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from minserve.server.answer_format import CallDelta, ModelFormats, Reasoning
 from minserve.server.api_errors import ApiError
-from minserve.server.detokenizer import Detokenizer, TextStream, TokenPieces
+from minserve.server.detokenizer import Detokenizer, TextStream
 from minserve.server.engine_pool import EnginePool, Mailbox
 from minserve.server.metrics import ChoiceClock, Metrics
 from minserve.server.options import ModelFacts, Options
+from minserve.server.token_pieces import TokenPieces
 from minserve.server.tokenizer import Tokenizer
 
 
@@ -59,6 +60,7 @@ class Choice:
             stop=options.stop,
             include_stop=options.include_stop,
             min_tokens=options.sampling.min_tokens,
+            continues_text=True,
             answer=options.answer,
         )
         self._calls_are_a_stop = options.answer is not None and options.answer.calls_are_a_stop
@@ -66,7 +68,7 @@ class Choice:
         self._offset_text = None
         if options.sampling.logprobs is not None:
             skip = options.skip_special_tokens
-            self._offset_text = Detokenizer(pieces, skip_special_tokens=skip)
+            self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
         self._num_characters = 0
         self._plain = options.sampling.logprobs is None and not options.return_token_ids
         self._token_ids: list[int] = []

@@ -14,8 +14,9 @@ import msgspec
 from minserve.errors import CheckpointError, UsageError
 from minserve.messages import Vocabulary
 from minserve.server.chat_template import ChatTemplate
-from minserve.server.detokenizer import Detokenizer, TokenPieces
+from minserve.server.detokenizer import Detokenizer
 from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, NumberEncoder, TiktokenEncoder, read_file
+from minserve.server.token_pieces import TokenPieces
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -135,7 +136,11 @@ class Tokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """What each token stands for within a text, as the engines' grammars need it."""
-        return Vocabulary(list(self.pieces.pieces), sorted(self.pieces.special))
+        separator = self.pieces.separator.encode()
+        pieces = (
+            [separator + piece if piece else piece for piece in self.pieces.pieces] if separator else list(self.pieces.pieces)
+        )
+        return Vocabulary(pieces, sorted(self.pieces.special))
 
     def special_token_ids(self) -> dict[str, int]:
         """Text to id of the added tokens that `skip_special_tokens` leaves out."""

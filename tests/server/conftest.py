@@ -23,7 +23,7 @@ from minserve.errors import ExitCode
 from minserve.messages import Ready
 from minserve.request import Request
 from minserve.server.app import serve
-from minserve.server.encoders import byte_level_alphabet
+from minserve.server.token_pieces import byte_level_alphabet
 
 MERGES = [("D", "E"), ("DE", "F"), ("H", "I"), ("t", "h"), ("th", "e")]
 """Few enough that tests can say how a text is cut: DEF, HI and the are one token, everything else is bytes."""

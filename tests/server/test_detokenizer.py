@@ -11,10 +11,11 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import write_tiktoken, write_tokenizer
+from tiny_tokenizers import KINDS, write_tiktoken, write_tokenizer
 
-from minserve.server.detokenizer import Detokenizer, StopChecker, TextStream, TokenPieces
+from minserve.server.detokenizer import Detokenizer, StopChecker, TextStream
 from minserve.server.encoders import AddedToken, JsonEncoder, TiktokenEncoder, read_ranks
+from minserve.server.token_pieces import TokenPieces
 
 TEXTS = st.text(
     alphabet=st.one_of(st.sampled_from("ab 안녕세계👍🏽👩\u200d👧éñ한글 \n\ufffd"), st.characters(codec="utf-8")), max_size=40
@@ -44,7 +45,7 @@ def deltas(pieces: TokenPieces, token_ids: list[int], skip: bool) -> list[str]:
     return [*map(detokenizer.push, token_ids), detokenizer.flush()]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "tiktoken"])
+@pytest.mark.parametrize("kind", [*KINDS, "tiktoken"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_give_the_text_decoded_at_once(kind: str, data: st.DataObject, skip: bool) -> None:
@@ -53,7 +54,7 @@ def test_any_ids_give_the_text_decoded_at_once(kind: str, data: st.DataObject, s
     assert "".join(deltas(encoder(kind).pieces, token_ids, skip)) == decode_at_once(kind, token_ids, skip)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "tiktoken"])
+@pytest.mark.parametrize("kind", [*KINDS, "tiktoken"])
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_deltas_of_encoded_text(kind: str, text: str) -> None:
@@ -74,21 +75,24 @@ def test_byte_level_tokenizers_lose_nothing(kind: str, text: str) -> None:
     assert "".join(deltas(encoder(kind).pieces, encoder(kind).encode(text), False)) == expected
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "tiktoken"])
+@pytest.mark.parametrize("kind", ["byte_level", "tiktoken", "sentencepiece"])
 @pytest.mark.parametrize("text", ["👩‍👩‍👧", "각", "값이 👍🏽!", "a🇰🇷b"])
 def test_a_character_cut_over_tokens_is_sent_whole(kind: str, text: str) -> None:
     """One token a byte, the worst cut: no U+FFFD, no delta with half a character, and no character twice."""
     pieces = encoder(kind).pieces
     by_byte = {pieces.piece(i): i for i in range(len(pieces.pieces)) if len(pieces.piece(i)) == 1}
+    if kind == "sentencepiece":
+        by_byte = {pieces.piece(i): i for i in pieces.byte_tokens}
     out = deltas(pieces, [by_byte[bytes([byte])] for byte in text.encode()], True)
     assert "".join(out) == text
     assert all("\ufffd" not in delta for delta in out)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "tiktoken"])
+@pytest.mark.parametrize("kind", ["byte_level", "tiktoken", "sentencepiece"])
 def test_half_a_character_at_the_end_is_flushed_once(kind: str) -> None:
     pieces = encoder(kind).pieces
-    by_byte = {pieces.piece(i): i for i in range(len(pieces.pieces)) if len(pieces.piece(i)) == 1}
+    source = pieces.byte_tokens or range(len(pieces.pieces))
+    by_byte = {pieces.piece(i): i for i in source if len(pieces.piece(i)) == 1}
     detokenizer = Detokenizer(pieces)
     assert [detokenizer.push(by_byte[bytes([byte])]) for byte in "👍".encode()[:3]] == ["", "", ""]
     assert set(detokenizer.flush()) == {"\ufffd"}
@@ -104,6 +108,14 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     token_ids = tool.encode("a<|eos|><think>b")
     assert "".join(deltas(tool.pieces, token_ids, True)) == "a<think>b"
     assert "".join(deltas(tool.pieces, token_ids, False)) == "a<|eos|><think>b"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace"])
+def test_a_completion_keeps_the_space_that_a_text_start_drops(kind: str) -> None:
+    token_ids = encoder(kind).encode("quick fox")
+    for continues, expected in [(False, "quick fox"), (True, " quick fox")]:
+        detokenizer = Detokenizer(encoder(kind).pieces, continues_text=continues)
+        assert "".join([*map(detokenizer.push, token_ids), detokenizer.flush()]) == expected
 
 
 def test_work_for_a_token_does_not_grow_with_the_text() -> None:
@@ -159,7 +171,7 @@ def earliest_possible_start(seen: str, stops: list[str]) -> int:
     return next((i for i in starts if any(s.startswith(seen[i:]) or seen.startswith(s, i) for s in stops)), len(seen))
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "tiktoken"])
+@pytest.mark.parametrize("kind", ["byte_level", "tiktoken", "sentencepiece"])
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), text=TEXTS, include=st.booleans())
 def test_streams_of_any_grouping_agree_with_the_whole_text(kind: str, data: st.DataObject, text: str, include: bool) -> None:
@@ -197,7 +209,7 @@ def tokens_for(pieces: TokenPieces, token_ids: list[int], length: int) -> int:
 
 
 def words(*texts: str) -> TokenPieces:
-    return TokenPieces(tuple(text.encode() for text in texts), frozenset())
+    return TokenPieces("bytes", tuple(text.encode() for text in texts), frozenset())
 
 
 def test_no_part_of_a_stop_string_over_several_tokens_is_sent() -> None:
