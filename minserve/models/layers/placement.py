@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -72,7 +71,6 @@ class ExpertPlacement:
         return [[own[column % len(own)] for column in range(columns)] for own in slots]
 
 
-@functools.lru_cache(maxsize=256)
 def balanced(load: tuple[float, ...], num_ranks: int, redundant: int) -> tuple[int, ...]:
     """The expert of each slot, ranks in order, such that the largest rank's load is small.
 
