@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import select
@@ -92,7 +93,8 @@ class ScriptedEngine:
         """Close the socket, with a last word or without."""
         if fatal is not None:
             self._connection.sendall(encode_frame(fatal))
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the front has read the last word and hung up first
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
         self._thread.join(5)
