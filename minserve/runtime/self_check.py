@@ -339,23 +339,12 @@ def _count_all_streams(runner: ModelRunner, graphs: DecodeGraphs[Sampled]) -> di
     return counts
 
 
-def count_streams(run: Callable[[], object]) -> int | None:
-    """Distinct streams of the kernels that `run` launches; None when the profiler sees none.
-
-    Only a replay shows them: during capture there is one stream for each that the program names.
-    """
-    return len(set(trace_kernels(run))) or None
-
-
-def trace_kernels(run: Callable[[], object]) -> list[int]:
-    """The stream of each kernel that `run` launches, from a profiler's trace."""
-    return next(iter(kernel_streams([run])), [])
-
-
 def kernel_streams(runs: Iterable[Callable[[], object]]) -> list[list[int]]:
-    """The same of several runs, from one trace, since each costs more than a replay; empty when the profiler sees nothing.
+    """Of each run the streams of the kernels that it launches; empty when the profiler sees nothing.
 
-    What `runs` itself launches between them is not counted. torch.profiler would import half of torch's compiler.
+    Only replays show them: during capture there is one stream for each that the program names. All runs share one trace, which
+    costs more than a replay. What `runs` itself launches between them is not counted. torch.profiler would import half of
+    torch's compiler.
     """
     with torch.autograd.profiler.profile(use_device="cuda", use_cpu=False, use_kineto=True) as profile:
         for run in runs:

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -43,9 +44,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.fixture
-def poisoned():
+def poisoned() -> Iterator[None]:
     """Memory that torch.empty hands out holds NaN, or the largest integer, until the end of the test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)

@@ -173,7 +173,7 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
         one.launch(settled(step), rows_per_rank=rows_per_rank).result()
     expected = graphs.result(rows, "argmax")
     first = [tensor.clone() for tensor in expected]
-    logits = alone.graphs.result(rows, "argmax").logits  # type: ignore[union-attr]
+    logits = alone.graphs.result(rows, "argmax").logits
     best = logits.topk(2).values
     clear = best[:, 0] - best[:, 1] > MARGIN
     assert torch.equal(first[0][clear], logits.argmax(-1)[clear]), (kind, policy, "other tokens than one rank's")

@@ -14,5 +14,5 @@ if __name__ == "__main__":
     build = stacks.build
     stacks.build = lambda *arguments: disposing(build(*arguments))
     if os.environ["MINSERVE_TEST_FLAG"] == "off":
-        cuda_graph.capture_mode = without_dispose_flag
+        cuda_graph.capture_mode = without_dispose_flag  # type: ignore[attr-defined]
     engine.leave(engine.main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,8 @@ def quantised(x: Tensor) -> Tensor:
     """fp32 x after FP8 quantisation in blocks of 128 along each row, as an ideal activation quantiser leaves it."""
     blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)[..., : x.shape[-1]]
+    rounded: Tensor = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)[..., : x.shape[-1]]
+    return rounded
 
 
 def expert_truth(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, *, fp8_activations: bool = False) -> Tensor:
@@ -119,5 +122,5 @@ def cache(metadata: AttentionMetadata, shape: AttentionShape, num_pages: int | N
 
 def attention_truth(queries: tuple[Tensor, ...], layer: Tensor, metadata: AttentionMetadata, shape: AttentionShape) -> Tensor:
     wide = [query.float() for query in queries]
-    function = reference.mla_attention if shape.kind == "mla" else reference.gqa_attention
-    return function(*wide, layer.float(), metadata, shape, reference.plan_attention(metadata, shape))  # type: ignore[operator]
+    function: Callable[..., Tensor] = reference.mla_attention if shape.kind == "mla" else reference.gqa_attention
+    return function(*wide, layer.float(), metadata, shape, reference.plan_attention(metadata, shape))

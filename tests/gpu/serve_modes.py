@@ -144,7 +144,8 @@ def margin_of_difference(one: dict[str, Any], other: dict[str, Any]) -> float | 
         if token != its:
             chosen = other["logprobs"]["token_logprobs"][place]
             top = sorted(other["logprobs"]["top_logprobs"][place].values(), reverse=True)
-            return top[0] - top[1] if len(top) > 1 else chosen - math.log(max(1e-9, -math.expm1(chosen)))
+            margin: float = top[0] - top[1] if len(top) > 1 else chosen - math.log(max(1e-9, -math.expm1(chosen)))
+            return margin
     return None if len(first) == len(second) else float("inf")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from gpu.kernel_samples import BF16, DEVICE, attention_truth, cache, distance, n
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape
+
+if TYPE_CHECKING:  # they need their libraries
+    from minserve.kernels.flashinfer_attention import FlashInferAttention
+    from minserve.kernels.triton_attention import TritonAttention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 ERROR = 8e-3
@@ -25,7 +31,7 @@ SHAPES = {
 }
 
 
-def attention(path: str):
+def attention(path: str) -> TritonAttention | FlashInferAttention:
     from minserve.kernels.triton_attention import TritonAttention
 
     triton = TritonAttention(DEVICE)
@@ -41,8 +47,14 @@ def queries(shape: AttentionShape, tokens: int, dtype: torch.dtype = BF16) -> tu
     return tuple(normal(tokens, shape.num_heads, size, dtype=dtype) for size in sizes)
 
 
-def run(attention, inputs: tuple[Tensor, ...], layer: Tensor, metadata: AttentionMetadata, shape: AttentionShape) -> Tensor:
-    function = attention.mla if shape.kind == "mla" else attention.gqa
+def run(
+    attention: TritonAttention | FlashInferAttention,
+    inputs: tuple[Tensor, ...],
+    layer: Tensor,
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+) -> Tensor:
+    function: Callable[..., Tensor] = attention.mla if shape.kind == "mla" else attention.gqa
     return function(*inputs, layer, metadata, shape, attention.plan(metadata, shape))
 
 
@@ -113,6 +125,6 @@ def test_the_stack_s_own_choice_of_path() -> None:
             metadata = step([1] * rows, [random.randint(1, 500) for _ in range(rows)], 64)
             inputs, layer = queries(shape, rows), cache(metadata, shape)
             plan = kernels.plan_attention(metadata, shape)
-            function = kernels.mla_attention if shape.kind == "mla" else kernels.gqa_attention
+            function: Callable[..., Tensor] = kernels.mla_attention if shape.kind == "mla" else kernels.gqa_attention
             result = function(*inputs, layer, metadata, shape, plan)
             assert distance(result, attention_truth(inputs, layer, metadata, shape)) < ERROR

@@ -17,13 +17,14 @@ from torch import Tensor
 from minserve.capture_flags import EAGER
 from minserve.errors import EnvironmentFault, SelfCheckFailed
 from minserve.kernels.interface import Kernels
+from minserve.models.decoder import Decoder
 from minserve.models.layers import moe
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.streams import CudaLanes, StreamPlan
 from minserve.runtime import canary, cuda_graph
 from minserve.runtime.capture_mode import current_flags
 from minserve.runtime.model_runner import ModelRunner
-from minserve.runtime.self_check import check_graphs, count_streams
+from minserve.runtime.self_check import check_graphs, kernel_streams
 
 SIZES = (1, 5, 8, 40)
 SPIN_CYCLES = 2_000_000
@@ -46,7 +47,7 @@ def test_sound_graphs_pass_and_leave_no_trace(name: str, policy: str, fp8: bool,
     assert max(verdict.streams.values()) <= 3
     assert not any(layer.any() for layer in runner.kv_cache)
     assert not runner.sampler.broken_rows.any()
-    errors = canary.check_layers(runner.model, runner.kernels, torch.bfloat16, 64)
+    errors = canary.check_layers(decoder(runner), runner.kernels, torch.bfloat16, 64)
     print(name, policy, "fp8" if fp8 else "bf16", stack, verdict.streams, errors)  # noqa: T201 - part of the log
 
 
@@ -56,7 +57,8 @@ def test_streams_do_not_grow_with_layers(name: str) -> None:
     for layers in (6, 61):
         runner = small_runner(name, layers=layers, max_num_seqs=8)
         graphs = capture(runner)
-        counts[layers] = count_streams(functools.partial(graphs.replay, 8, "argmax"))
+        [streams] = kernel_streams([functools.partial(graphs.replay, 8, "argmax")])
+        counts[layers] = len(set(streams))
     print(name, counts)  # noqa: T201
     assert counts[6] == counts[61]
     assert counts[61] <= 3
@@ -124,27 +126,32 @@ class SlowShared(torch.nn.Module):
         return result
 
 
+def decoder(runner: ModelRunner) -> Decoder:
+    assert isinstance(runner.model, Decoder)
+    return runner.model
+
+
 def expert_layers(runner: ModelRunner) -> list[MixtureOfExperts]:
-    return [module for module in runner.model.modules() if isinstance(module, MixtureOfExperts)]  # type: ignore[attr-defined]
+    return [module for module in decoder(runner).modules() if isinstance(module, MixtureOfExperts)]
 
 
 def test_a_missed_join_is_refused() -> None:
     runner = small_runner("deepseek-v3", layers=4, max_num_seqs=8)
     for layer in expert_layers(runner):
         layer.shared = SlowShared(layer.shared)
-    runner.model.lanes = OneJoin(3)
+    decoder(runner).lanes = OneJoin(3)
     capture(runner)
     assert "differ" in refusal(runner)
 
 
 def test_a_capture_that_is_never_joined_ends_and_the_next_works() -> None:
     runner = small_runner("deepseek-v3", max_num_seqs=8)
-    runner.model.lanes = NoJoin(DEVICE)
+    decoder(runner).lanes = NoJoin(DEVICE)
     with pytest.raises(EnvironmentFault, match="batch size 8"):
         capture(runner)
     assert current_flags() == EAGER
     torch.cuda.synchronize()
-    runner.model.lanes = CudaLanes(DEVICE)
+    decoder(runner).lanes = CudaLanes(DEVICE)
     capture(runner)
     assert check_graphs(runner, "fast").comparisons == 2
 
@@ -234,4 +241,4 @@ def test_a_wrong_kernel_is_refused_by_the_canary() -> None:
 
     runner = small_runner("deepseek-v3", change=unweighted)
     with pytest.raises(SelfCheckFailed, match="fp32 reference"):
-        canary.check_layers(runner.model, runner.kernels, torch.bfloat16, 64)
+        canary.check_layers(decoder(runner), runner.kernels, torch.bfloat16, 64)

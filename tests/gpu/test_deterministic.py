@@ -98,7 +98,7 @@ def test_attention_of_a_token(deterministic: Kernels, shape: AttentionShape) -> 
         seen = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
         tables = table.expand(len(lengths), -1).contiguous()
         rows = AttentionMetadata(starts, seen, tables, metadata.slot_mapping, 64, tuple(lengths), tuple(seq_lens))
-        function = deterministic.mla_attention if shape.kind == "mla" else deterministic.gqa_attention
+        function: Callable[..., Tensor] = deterministic.mla_attention if shape.kind == "mla" else deterministic.gqa_attention
         return function(*q, layer, rows, shape, deterministic.plan_attention(rows, shape))[lengths[0] - 1]
 
     sizes = (shape.head_dim, shape.rope_dim) if shape.kind == "mla" else (shape.head_dim,)
@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_the_requests_beside_them(name: str, quantised: 
     model = small_model(name, kernels, fp8=quantised, policy="serial")
 
     def tokens(groups: list[list[int]], graphs: bool) -> dict[int, list[int]]:
-        got = {}
+        got: dict[int, list[int]] = {}
         for group in groups:
             runner = runner_of(model, kernels, max_num_seqs=8)
             if graphs:

@@ -113,7 +113,7 @@ def test_attention(name: str, rows: int, path: str) -> None:
     plans = [plan_attention(static.metadata, shape)]
 
     def call() -> Tensor:
-        function = mla if shape.kind == "mla" else gqa
+        function: Callable[..., Tensor] = mla if shape.kind == "mla" else gqa
         return function(*inputs, static.layer, static.metadata, shape, plans[0])
 
     def change() -> None:

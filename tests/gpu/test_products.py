@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ FP8_ROUNDING = 2.5e-2
 """Against a truth that quantises too: the two agree but for values near the middle of two FP8 numbers."""
 
 
-def expert_path(name: str):
+def expert_path(name: str) -> Callable[..., torch.Tensor]:
     from minserve.kernels import triton_expert_rows, triton_experts
 
     if name in ("vector", "tiled"):

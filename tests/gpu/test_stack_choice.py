@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
+import pytest
 import torch
 
 from minserve.kernels import stacks
 
 
-def test_probe_and_auto(capsys) -> None:
+def test_probe_and_auto(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
     verdicts = stacks.probe()
     with capsys.disabled():
