@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from minserve.errors import CheckpointError
-from minserve.models.config_types import RopeConfig, WeightDtype, YarnConfig
+from minserve.models.config_types import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig, WeightDtype, YarnConfig
+from minserve.quantization import read_json_object
 
 _TOO_LARGE = 1 << 31
 """No model has sizes near it; bytes counted from smaller ones fit in 64 bits, and the machine says that they do not fit in it."""
@@ -92,19 +93,6 @@ class Fields:
         return CheckpointError(f"{self.where}: {name} is {json.dumps(value)}; {expected} is expected")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The file's object; CheckpointError when it is absent, no JSON or no object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value
-
-
 def read_fields(model_dir: Path) -> Fields:
     """config.json; the text model of a multimodal wrapper is laid over the wrapper's own fields."""
     values = read_json_object(model_dir / "config.json")
@@ -153,7 +141,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def longest_context(fields: Fields, rope: RopeConfig) -> int:
+def _longest_context(fields: Fields, rope: RopeConfig) -> int:
     """max_position_embeddings, or what YaRN stretches the original context to where that is more."""
     stretched = rope.yarn.factor * rope.yarn.original_max_position_embeddings if rope.yarn else 0.0
     if stretched >= _TOO_LARGE:
@@ -161,17 +149,42 @@ def longest_context(fields: Fields, rope: RopeConfig) -> int:
     return max(fields.integer("max_position_embeddings"), int(stretched))
 
 
-def read_eos(fields: Fields, model_dir: Path) -> tuple[int, ...]:
+def read_decoder(
+    fields: Fields,
+    architecture: str,
+    model_dir: Path,
+    rope: RopeConfig,
+    attention: GqaConfig | MlaConfig,
+    moe: MoeConfig | None,
+) -> ModelConfig:
+    """What all families spell alike, around the parts that each reads for itself."""
+    fields.must_be("hidden_act", ("silu",))
+    dtype_name = "dtype" if fields.get("dtype") is not None else "torch_dtype"  # as it was called before
+    fields.must_be(dtype_name, ("bfloat16", "float16", "float32"))
+    return ModelConfig(
+        architecture=architecture,
+        model_type=fields.text("model_type"),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        max_position_embeddings=_longest_context(fields, rope),
+        rope=rope,
+        attention=attention,
+        moe=moe,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        num_nextn_predict_layers=0,
+        eos_token_ids=_read_eos(fields, model_dir),
+        dtype=cast(WeightDtype, fields.text(dtype_name, default="bfloat16")),
+        raw=fields.values,
+    )
+
+
+def _read_eos(fields: Fields, model_dir: Path) -> tuple[int, ...]:
     """EOS ids of config.json, then those that only generation_config.json adds."""
     ids = fields.integers("eos_token_id")
     path = model_dir / "generation_config.json"
     if path.exists():
         ids += Fields(read_json_object(path), "generation_config.json").integers("eos_token_id")
     return tuple(dict.fromkeys(ids))
-
-
-def read_dtype(fields: Fields) -> WeightDtype:
-    """`dtype`, or `torch_dtype` as it was called before."""
-    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    fields.must_be(name, ("bfloat16", "float16", "float32"))
-    return cast(WeightDtype, fields.text(name, default="bfloat16"))

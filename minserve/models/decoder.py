@@ -1,6 +1,6 @@
 """The decoder that all architectures share: embedding, pre-norm layers on a residual stream, final norm, head.
 
-Knows no architecture: attention and feed-forward come from the architecture's file.
+Knows no architecture: attention comes from the architecture's file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import ModelConfig
 from minserve.models.destinations import Destination
 from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.attention import GroupedQueryAttention
 from minserve.models.layers.embedding import HEAD, Embedding, LMHead
+from minserve.models.layers.linear import GatedMLP
 from minserve.models.layers.mla import MultiHeadLatentAttention
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.norm import RMSNorm
@@ -26,10 +27,15 @@ from minserve.models.layers.streams import Lanes, SharedExpertPolicy, StreamPlan
 class DecoderLayer(nn.Module):
     """Attention, then experts or a dense MLP; each reads the norm of the residual stream and adds to it."""
 
-    def __init__(self, prefix: str, config: ModelConfig, attention: nn.Module, mlp: nn.Module, build: BuildContext) -> None:
+    def __init__(self, index: int, attention: nn.Module, shared: str, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
+        prefix, moe = f"model.layers.{index}", config.moe
         self.attention = attention
-        self.mlp = mlp
+        self.mlp: nn.Module
+        if moe is not None and moe.sparse_layers[index]:
+            self.mlp = MixtureOfExperts(f"{prefix}.mlp", shared, config.hidden_size, moe, build)
+        else:
+            self.mlp = GatedMLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, build)
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps, build)
         self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, build)
 
@@ -48,33 +54,25 @@ class DecoderLayer(nn.Module):
         return self.mlp(normed), residual
 
 
-LayerParts = Callable[[int, Rotary], tuple[nn.Module, nn.Module]]
-"""(layer index, the model's rotary table) -> that layer's attention and feed-forward."""
+Attend = Callable[[str, int, Rotary], GroupedQueryAttention | MultiHeadLatentAttention]
+"""(name, layer index, the model's rotary table) -> that layer's attention."""
 
 
 class Decoder(nn.Module):
     """A `Model`. `shared_expert` and `lanes` say how captured steps may run the shared expert; eager ones are serial."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention_shape: AttentionShape,
-        layer_parts: LayerParts,
-        build: BuildContext,
-        *,
-        shared_expert: SharedExpertPolicy = "serial",
-        lanes: Lanes | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, attend: Attend, shared: str, build: BuildContext) -> None:
+        """shared: what the checkpoint calls a layer's shared expert."""
         super().__init__()
         self.config = config
-        self.attention_shape = attention_shape
-        self.shared_expert: SharedExpertPolicy = shared_expert
-        self.lanes = lanes
+        self.shared_expert: SharedExpertPolicy = "serial"
+        self.lanes: Lanes | None = None
         self.embedding = Embedding(config.vocab_size, config.hidden_size, build)
         rotary = Rotary(config.rope, config.max_position_embeddings, build)
+        attentions = [attend(f"model.layers.{index}.self_attn", index, rotary) for index in range(config.num_layers)]
+        self.attention_shape = attentions[0].shape
         self.layers = nn.ModuleList(
-            DecoderLayer(f"model.layers.{index}", config, *layer_parts(index, rotary), build)
-            for index in range(config.num_layers)
+            DecoderLayer(index, attention, shared, config, build) for index, attention in enumerate(attentions)
         )
         self._warm_up_layers = list(self.layers)
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, build)

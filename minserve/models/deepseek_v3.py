@@ -3,19 +3,16 @@ a shared expert in every MoE layer."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-
-from torch import nn
 
 from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
-from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_rope, yarn_mscale
+from minserve.models.config_reader import Fields, read_decoder, read_rope, yarn_mscale
 from minserve.models.config_types import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from minserve.models.decoder import Decoder
-from minserve.models.layers.linear import GatedMLP
-from minserve.models.layers.mla import MultiHeadLatentAttention, mla_shape
-from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.mla import MultiHeadLatentAttention
 from minserve.models.layers.rotary import Rotary
 
 # ---- config
@@ -24,31 +21,14 @@ from minserve.models.layers.rotary import Rotary
 def parse_config(fields: Fields, architecture: str, model_dir: Path) -> ModelConfig:
     """Both generations; absent fields take the values that the published config classes give them."""
     v3 = architecture != "DeepseekV2ForCausalLM"
-    fields.must_be("hidden_act", ("silu",))
     fields.must_be("attention_bias", (False,))
     fields.must_be("mlp_bias", (False,))
     rope_dim = fields.integer("qk_rope_head_dim")
     rope = read_rope(fields, rope_dim, interleaved=fields.boolean("rope_interleave", default=True))
     if rope.rotary_dim != rope_dim:
         raise CheckpointError(f"{fields.where}: partial_rotary_factor is {rope.rotary_dim / rope_dim:g}; supported: 1")
-    return ModelConfig(
-        architecture=architecture,
-        model_type=fields.text("model_type"),
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        max_position_embeddings=longest_context(fields, rope),
-        rope=rope,
-        attention=_attention(fields, rope),
-        moe=_moe(fields, v3=v3),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0, minimum=0),
-        eos_token_ids=read_eos(fields, model_dir),
-        dtype=read_dtype(fields),
-        raw=fields.values,
-    )
+    config = read_decoder(fields, architecture, model_dir, rope, _attention(fields, rope), _moe(fields, v3=v3))
+    return dataclasses.replace(config, num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0, minimum=0))
 
 
 def _attention(fields: Fields, rope: RopeConfig) -> MlaConfig:
@@ -125,14 +105,10 @@ def _router(fields: Fields, *, v3: bool) -> RouterConfig:
 
 def build(config: ModelConfig, build: BuildContext) -> Decoder:
     """The model, its parameters not yet loaded."""
-    attention, moe = config.attention, config.moe
+    attention = config.attention
     assert isinstance(attention, MlaConfig)
 
-    def layer_parts(index: int, rotary: Rotary) -> tuple[nn.Module, nn.Module]:
-        prefix = f"model.layers.{index}"
-        attend = MultiHeadLatentAttention(f"{prefix}.self_attn", index, attention, config.hidden_size, rotary, build)
-        if moe is not None and moe.sparse_layers[index]:
-            return attend, MixtureOfExperts(f"{prefix}.mlp", "shared_experts", config.hidden_size, moe, build)
-        return attend, GatedMLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, build)
+    def attend(prefix: str, index: int, rotary: Rotary) -> MultiHeadLatentAttention:
+        return MultiHeadLatentAttention(prefix, index, attention, config.hidden_size, rotary, build)
 
-    return Decoder(config, mla_shape(attention), layer_parts, build)
+    return Decoder(config, attend, "shared_experts", build)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
-from minserve.models.config_reader import Fields, longest_context, read_dtype, read_eos, read_rope
+from minserve.models.config_reader import Fields, read_decoder, read_rope
 from minserve.models.config_types import GqaConfig, ModelConfig, MoeConfig
 from minserve.models.decoder import Decoder
-from minserve.models.layers.attention import GroupedQueryAttention, gqa_shape
-from minserve.models.layers.linear import GatedMLP
-from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.attention import GroupedQueryAttention
 from minserve.models.layers.rotary import Rotary
 
 # ---- config
@@ -22,31 +18,14 @@ from minserve.models.layers.rotary import Rotary
 
 def parse_config(fields: Fields, architecture: str, model_dir: Path) -> ModelConfig:
     """Both families; absent fields take the values that the published config classes give them."""
-    fields.must_be("hidden_act", ("silu",))
     fields.must_be("use_sliding_window", (False,))
     kinds = fields.get("layer_types")
     if kinds is not None and set(kinds) != {"full_attention"}:
         raise fields.unsupported("layer_types", '"full_attention" in every layer')
     attention = _attention(fields, qwen3=architecture == "Qwen3MoeForCausalLM")
     rope = read_rope(fields, attention.head_dim, interleaved=False)
-    return ModelConfig(
-        architecture=architecture,
-        model_type=fields.text("model_type"),
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        max_position_embeddings=longest_context(fields, rope),
-        rope=rope,
-        attention=attention,
-        moe=_moe(fields, shared=architecture == "Qwen2MoeForCausalLM"),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        num_nextn_predict_layers=0,
-        eos_token_ids=read_eos(fields, model_dir),
-        dtype=read_dtype(fields),
-        raw=fields.values,
-    )
+    moe = _moe(fields, shared=architecture == "Qwen2MoeForCausalLM")
+    return read_decoder(fields, architecture, model_dir, rope, attention, moe)
 
 
 def _attention(fields: Fields, *, qwen3: bool) -> GqaConfig:
@@ -95,16 +74,10 @@ def _moe(fields: Fields, *, shared: bool) -> MoeConfig | None:
 
 def build(config: ModelConfig, build: BuildContext) -> Decoder:
     """The model, its parameters not yet loaded."""
-    attention, moe = config.attention, config.moe
+    attention = config.attention
     assert isinstance(attention, GqaConfig)
 
-    def layer_parts(index: int, rotary: Rotary) -> tuple[nn.Module, nn.Module]:
-        prefix = f"model.layers.{index}"
-        attend = GroupedQueryAttention(
-            f"{prefix}.self_attn", index, attention, config.hidden_size, config.rms_norm_eps, rotary, build
-        )
-        if moe is not None and moe.sparse_layers[index]:
-            return attend, MixtureOfExperts(f"{prefix}.mlp", "shared_expert", config.hidden_size, moe, build)
-        return attend, GatedMLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, build)
+    def attend(prefix: str, index: int, rotary: Rotary) -> GroupedQueryAttention:
+        return GroupedQueryAttention(prefix, index, attention, config.hidden_size, config.rms_norm_eps, rotary, build)
 
-    return Decoder(config, gqa_shape(attention), layer_parts, build)
+    return Decoder(config, attend, "shared_expert", build)

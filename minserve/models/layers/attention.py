@@ -13,10 +13,6 @@ from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
 
 
-def gqa_shape(config: GqaConfig) -> AttentionShape:
-    return AttentionShape("gqa", config.num_heads, config.num_kv_heads, config.head_dim, 0, config.scale)
-
-
 class GroupedQueryAttention(nn.Module):
     """[T, H] -> [T, H]; writes the step's keys and values to the layer's cache first."""
 
@@ -26,7 +22,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        self.shape = gqa_shape(config)
+        self.shape = AttentionShape("gqa", config.num_heads, config.num_kv_heads, config.head_dim, 0, config.scale)
         self.kernels = build.kernels
         self.rotary = rotary
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -20,10 +20,6 @@ LATENT_NORM_EPS = 1e-6
 """The published models norm their latents with this, whatever rms_norm_eps says of the other norms (Moonlight: 1e-5)."""
 
 
-def mla_shape(config: MlaConfig) -> AttentionShape:
-    return AttentionShape("mla", config.num_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim, config.scale)
-
-
 class MultiHeadLatentAttention(nn.Module):
     """[T, H] -> [T, H]. A cache entry is the normed latent [kv_lora_rank], then the turned key part [qk_rope_head_dim]."""
 
@@ -36,7 +32,7 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        self.shape = mla_shape(config)
+        self.shape = AttentionShape("mla", config.num_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim, config.scale)
         self.kernels = build.kernels
         self.rotary = rotary
         q_rows = config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
