@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[int(word) for word in os.environ.get("MINSERVE_TEST_RANKS", "2 4").split()])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """How many, and the environment that they need."""
     count: int = request.param

@@ -1,0 +1,112 @@
+"""The HTTP tables of docs/performance.md: `python -m tools.http_table configs/shapes/MODEL [FLAG ...]` on a GPU.
+
+Starts `minserve launch` with random weights, then `minserve bench serve` beside it: prompts alone, then answers of 256 tokens at
+1, 16, 64 and 128 streams. Further words are flags of the server. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+READY_SECONDS = 240.0
+STREAMS = {1: 3, 16: 32, 64: 128, 128: 256}
+"""Requests at once, and in all."""
+PROMPT_TOKENS, ANSWER_TOKENS = 1024, 256
+ONE_ANSWER, PROMPTS = {"--concurrency": 1, "--num-prompts": 5, "--output-len": 1}, {"--num-prompts": 128, "--output-len": 1}
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        words = ["--load-format", "dummy", "--port", "0", *sys.argv[2:]]
+        began = time.monotonic()
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "minserve", "launch", sys.argv[1], *words]
+            server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = wait_ready(server, log)
+            ready = time.monotonic() - began
+            say(f"ready after {ready:.1f} s")
+            rows = measure(url)
+        except ChildProcessError as error:
+            say(f"{error}\n{log.read_text(errors='replace')[-4000:]}")
+            return 1
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait()
+        timeline = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"ready after|seconds|took", line)]
+    say("\n".join(timeline[-5:]))
+    say(json.dumps({"bench": "http", "model": sys.argv[1], "ready": ready, "rows": rows}))
+    return 0
+
+
+def wait_ready(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Its address. Raises ChildProcessError when it ends, or does not become ready."""
+    end = time.monotonic() + READY_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        found = re.search(r"listening on http://\S+?:(\d+)", log.read_text(errors="replace"))
+        if found is not None:
+            url = f"http://127.0.0.1:{found[1]}"
+            try:
+                with urllib.request.urlopen(url + "/ready", timeout=5):
+                    return url
+            except urllib.error.URLError:
+                pass
+        time.sleep(0.05)
+    raise ChildProcessError(f"the server did not become ready; its exit code: {server.poll()}")
+
+
+def measure(url: str) -> list[dict[str, Any]]:
+    # The first requests after a start meet cold caches of the host; they are not counted.
+    bench(url, {"--num-prompts": 4, "--output-len": 8})
+    first = bench(url, ONE_ANSWER)
+    prompts = [bench(url, PROMPTS | {"--seed": seed}) for seed in (1, 2, 3)]
+    rates = sorted(row["total_prompt_tokens"] / row["seconds"] for row in prompts)
+    say(f"first token of one prompt of {PROMPT_TOKENS} tokens: {first['ttft_ms_p50']:.0f} ms")
+    say(f"128 such prompts: {rates[1]:,.0f} tokens/s (of three: {rates[0]:,.0f} to {rates[2]:,.0f})")
+    say("| at once | answers | output tokens/s | first token, p50 / p99, ms | a later token | longest gap, p50 / max |")
+    say("|---|---|---|---|---|---|")
+    rows = [first, *prompts]
+    for streams, answers in STREAMS.items():
+        row = bench(url, {"--concurrency": streams, "--num-prompts": answers, "--output-len": ANSWER_TOKENS, "--seed": streams})
+        cells = [
+            str(streams),
+            str(answers),
+            f"{row['output_tokens_per_second']:,.0f}",
+            f"{row['ttft_ms_p50']:.0f} / {row['ttft_ms_p99']:.0f}",
+            f"{row['tpot_ms_p50']:.2f} / {row['tpot_ms_p99']:.2f}",
+            f"{row['longest_gap_ms_p50']:.1f} / {row['longest_gap_ms_max']:.1f}",
+        ]
+        say(f"| {' | '.join(cells)} |")
+        rows.append(row)
+    return rows
+
+
+def bench(url: str, options: dict[str, int]) -> dict[str, Any]:
+    """Raises ChildProcessError when a request failed."""
+    words = [str(word) for option in ({"--input-len": PROMPT_TOKENS} | options).items() for word in option]
+    command = [sys.executable, "-m", "minserve", "bench", "serve", "--base-url", url, *words]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    report: dict[str, Any] = json.loads((run.stdout.strip().splitlines() or ["{}"])[-1])
+    if run.returncode or report.get("failed"):
+        raise ChildProcessError(f"{' '.join(command)} ended with {run.returncode}: {run.stdout[-1000:]}")
+    return report
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
