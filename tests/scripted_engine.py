@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from waiting import PATIENCE
+
 from minserve.messages import (
     AbortRequests,
     AddRequests,
@@ -67,6 +69,8 @@ class ScriptedEngine:
         self.running.set()
         self.frozen = threading.Event()
         """Set: not a word, like a stuck process."""
+        self.stats: StepStats | None = None
+        """When set, what it says of itself instead of the truth."""
         self.steps = 0
         self._connection = connection
         self.ready = ready
@@ -97,7 +101,7 @@ class ScriptedEngine:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        self._thread.join(5)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -203,7 +207,9 @@ class ScriptedEngine:
         )
 
     def _stats(self) -> StepStats:
-        return StepStats(num_running=len(self._live), used_pages=len(self._live), steps=self.steps, graph_replays={1: self.steps})
+        return self.stats or StepStats(
+            num_running=len(self._live), used_pages=len(self._live), steps=self.steps, graph_replays={1: self.steps}
+        )
 
 
 def logprobs_of(token: int, num_top: int) -> TokenLogprobs:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from scripted_engine import Script, ScriptedEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from waiting import PATIENCE
 
 from minserve.config import Config
 from minserve.errors import ExitCode
@@ -114,11 +115,11 @@ class Edge:
         self.engine.join()
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 20.0
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = PATIENCE
     ) -> Answer:
         """`body`: bytes as they are, anything else as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -134,7 +135,7 @@ class Edge:
     def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
         return self.request("GET", path, headers=headers)
 
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None, timeout: float = 20.0) -> Answer:
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None, timeout: float = PATIENCE) -> Answer:
         return self.request("POST", path, body, headers, timeout)
 
     def complete(self, prompt: Any = "hello", **fields: Any) -> Answer:
@@ -152,7 +153,7 @@ class Edge:
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.failure is None, self.failure
