@@ -18,7 +18,7 @@ from minserve.clients.chat import Chat
 from minserve.clients.eval import run_arithmetic
 from minserve.config import EMBEDDED_DIRECTORY, EMBEDDED_MODEL, Config, model_directory
 from minserve.errors import ExitCode, ServerError, UsageError
-from minserve.plan import Settings, describe, make_plan, read_config, to_json
+from minserve.plan import describe, make_plan, read_config, to_json
 from minserve.roofline import GPUS
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ evaluations = typer.Typer(help="Measure a running server through HTTP.", no_args
 app.add_typer(evaluations, name="eval")
 benches = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(benches, name="bench")
-_DEFAULTS = Settings()
+_DEFAULTS = Config()
 log = logging.getLogger("minserve.cli")
 
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
@@ -104,15 +104,15 @@ def plan(
     if not path.exists() and hub.is_repo_id(model):
         path = hub.snapshot(model, weights=False)
     config, notes = read_config(path)
-    settings = Settings(
-        gpu=GPUS[gpu],
+    settings = Config(
+        model=model,
         ep_size=ep_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         chunked_prefill_size=chunked_prefill_size,
         gpu_memory_utilization=gpu_memory_utilization,
     )
-    made = make_plan(config, model, settings, notes)
+    made = make_plan(config, settings, notes, GPUS[gpu])
     typer.echo(to_json(made) if json else describe(made))
     if plot is not None:
         plan_picture.draw(made, plot)

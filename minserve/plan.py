@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minserve.config import Config
+import msgspec
+
+from minserve.config import Config, flag_name
 from minserve.errors import CheckpointError, UsageError
-from minserve.quantization import claimed_format, quantization_section
-from minserve.roofline import GPUS, Gpu, ModelShape, kv_bytes_per_token, parameters, shape_from_config, step_floor, weight_bytes
+from minserve.quantization import claimed_format, quantization_section, read_json_object
+from minserve.roofline import H200, Gpu, ModelShape, kv_bytes_per_token, parameters, shape_from_config, step_floor, weight_bytes
 
 FLOOR_BATCHES = (1, 8, 32, 128, 256)
 FLOOR_CONTEXT = 1024
@@ -36,19 +38,6 @@ _SAMPLED_ROWS, _SAMPLED_BYTES = 64, 80
 _MIXED_GRAPHS = 12
 """Captured sizes of steps that read prompts, about."""
 _CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """What the plan is made for; the words are launch's flags."""
-
-    gpu: Gpu = GPUS["h200"]
-    ep_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = Config().max_num_seqs
-    chunked_prefill_size: int = Config().chunked_prefill_size
-    page_size: int = Config().page_size
-    gpu_memory_utilization: float = Config().gpu_memory_utilization
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +72,13 @@ class Plan:
 def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """config.json of a directory (or that file itself), and what the index beside it says. CheckpointError when unreadable."""
     directory = model.parent if model.name == "config.json" else model
-    config, elsewhere = _read_object(directory / "config.json"), directory / "hf_quant_config.json"
+    config, elsewhere = read_json_object(directory / "config.json"), directory / "hf_quant_config.json"
     if elsewhere.exists() and not quantization_section(config):
-        config["quantization_config"] = _read_object(elsewhere).get("quantization")
+        config["quantization_config"] = read_json_object(elsewhere).get("quantization")
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return config, ()
-    listed = _read_object(index)
+    listed = read_json_object(index)
     files, size = listed.get("weight_map"), listed.get("metadata")
     total = size.get("total_size") if isinstance(size, dict) else None
     count = len({str(file) for file in files.values()}) if isinstance(files, dict) else 0
@@ -97,9 +86,10 @@ def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     return config, (f"the index lists {count:,} files{said} (with what a text server leaves on disk)",)
 
 
-def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: tuple[str, ...] = ()) -> Plan:
+def make_plan(config: Mapping[str, Any], settings: Config, notes: tuple[str, ...] = (), gpu: Gpu = H200) -> Plan:
     """UsageError for settings that the model does not have, CheckpointError for a config that lacks a field or is of a kind
     that is not served."""
+    model = settings.model
     kinds = [part.get("model_type") for part in (config.get("text_config"), config) if isinstance(part, Mapping)]
     if not any(str(kind) in MODEL_TYPES for kind in kinds):
         raise CheckpointError(f"{model}: config.json: model_type is {kinds[-1]!r:.80}; known: {', '.join(sorted(MODEL_TYPES))}")
@@ -116,8 +106,8 @@ def make_plan(config: Mapping[str, Any], model: str, settings: Settings, notes: 
         raise CheckpointError(f"{model}: config.json: a size is out of range")
     if claimed_format(quantization_section(config)) == "nvfp4":
         notes += ("NVFP4 weights are widened to 16 bits while they are loaded",)
-    plan = measure(shape, model, settings, longest, notes)
-    return plan if plan.fits else dataclasses.replace(plan, verdict=_what_to_move(shape, plan, settings, longest))
+    plan = measure(shape, settings, longest, gpu, notes)
+    return plan if plan.fits else dataclasses.replace(plan, verdict=_what_to_move(shape, plan, settings, longest, gpu))
 
 
 def _longest_context(text: Mapping[str, Any]) -> int:
@@ -127,7 +117,7 @@ def _longest_context(text: Mapping[str, Any]) -> int:
     return max(known, int(rope.get("factor", 1.0) * rope.get("original_max_position_embeddings", known))) if yarn else known
 
 
-def measure(shape: ModelShape, model: str, settings: Settings, longest: int, notes: tuple[str, ...] = ()) -> Plan:
+def measure(shape: ModelShape, settings: Config, longest: int, gpu: Gpu, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of a model of this shape whose longest context is `longest`, without advice. Raises UsageError."""
     ep_size, experts, wanted = settings.ep_size, shape.num_experts, settings.max_model_len
     if ep_size < 1 or (ep_size > 1 and (not experts or experts % ep_size)):
@@ -139,7 +129,7 @@ def measure(shape: ModelShape, model: str, settings: Settings, longest: int, not
     if "routed_experts" in weights:
         weights["routed_experts"] /= ep_size
     buffers = buffer_bytes(shape, settings)
-    usable = settings.gpu.memory_bytes * settings.gpu_memory_utilization
+    usable = gpu.memory_bytes * settings.gpu_memory_utilization
     per_token = kv_bytes_per_token(shape, shape.element_bytes)
     left = usable - sum(weights.values()) - sum(buffers.values())
     pages = max(0, int(left // (per_token * settings.page_size)) - 1)  # one more is the dummy page of padded rows
@@ -148,8 +138,8 @@ def measure(shape: ModelShape, model: str, settings: Settings, longest: int, not
     at_once = min(settings.max_num_seqs, tokens // length) if length else 0
     requests = f"{at_once:,} request{'' if at_once == 1 else 's'} of {length:,} tokens"
     return Plan(
-        model=model,
-        gpu=settings.gpu.name,
+        model=settings.model,
+        gpu=gpu.name,
         ep_size=ep_size,
         parameters=sum(parameters(shape).values()),
         usable=usable,
@@ -158,14 +148,14 @@ def measure(shape: ModelShape, model: str, settings: Settings, longest: int, not
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
         max_model_len=length,
-        floors={b: step_floor(shape, settings.gpu, b, FLOOR_CONTEXT, ep_size).seconds * 1e3 for b in FLOOR_BATCHES},
+        floors={b: step_floor(shape, gpu, b, FLOOR_CONTEXT, ep_size).seconds * 1e3 for b in FLOOR_BATCHES},
         fits=length >= 2 and tokens >= length,
         verdict=f"fits: the KV cache of a rank holds {tokens:,} tokens, {requests} at once",
         notes=notes,
     )
 
 
-def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
+def buffer_bytes(m: ModelShape, settings: Config) -> dict[str, float]:
     """Estimates of what is neither weights nor cache: the largest step's tensors, graphs, communication, the context."""
     tokens, size = max(settings.chunked_prefill_size, settings.max_num_seqs), m.element_bytes
     widest = max(m.dense_intermediate, m.shared_intermediate, m.heads * max(m.head_dim, m.nope + m.rope))
@@ -183,12 +173,11 @@ def buffer_bytes(m: ModelShape, settings: Settings) -> dict[str, float]:
     return buffers
 
 
-def _what_to_move(shape: ModelShape, plan: Plan, settings: Settings, longest: int) -> str:
+def _what_to_move(shape: ModelShape, plan: Plan, settings: Config, longest: int, gpu: Gpu) -> str:
     """One sentence: why it does not fit, and which flag to move which way."""
 
-    def fitting(**changes: Any) -> Plan | None:
-        tried = measure(shape, plan.model, dataclasses.replace(settings, **changes), longest)
-        return tried if tried.fits else None
+    def fitting(**changes: Any) -> bool:
+        return measure(shape, msgspec.structs.replace(settings, **changes), longest, gpu).fits
 
     missing = sum(plan.weights.values()) + sum(plan.buffers.values()) - plan.usable
     if plan.kv_tokens:
@@ -204,7 +193,7 @@ def _what_to_move(shape: ModelShape, plan: Plan, settings: Settings, longest: in
         halves = [getattr(settings, field) >> power for power in range(1, 7)]
         smaller = next((value for value in halves if value and fitting(**{field: value})), None)
         if smaller and not advice:
-            advice.append(f"lower --{field.replace('_', '-')} to {smaller}")
+            advice.append(f"lower {flag_name(field)} to {smaller}")
     return f"does not fit: {cause}; {' or '.join(advice) or f'no --ep-size up to {MAX_RANKS} is enough on this GPU'}"
 
 
@@ -236,15 +225,3 @@ def gigabytes(size: float) -> str:
 
 def _row(name: str, size: float, whole: float, mark: str = " ") -> str:
     return f"{mark} {name:<26} {gigabytes(size):>12} {size / whole:7.1%}"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value

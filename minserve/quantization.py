@@ -1,8 +1,10 @@
-"""Which storage format a config's quantisation section announces. Knows no tensors: these may say otherwise and are believed."""
+"""Reads a checkpoint's JSON files, and which storage format a config announces. Knows no tensors: these are believed instead."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from minserve.errors import CheckpointError
@@ -11,6 +13,19 @@ FP8_BLOCK = 128
 """Rows and columns of a block that shares one FP8 scale."""
 INT4_GROUP = 32
 """Values along a row that share one INT4 scale."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The file's object; CheckpointError when it is absent, no JSON or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

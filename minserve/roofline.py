@@ -210,35 +210,20 @@ class PartCost:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one GPU sends in a step to the experts of other GPUs and back, over both networks at once."""
-
-    nvlink_bytes: float
-    rdma_bytes: float
-    nvlink_seconds: float
-    rdma_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.nvlink_seconds, self.rdma_seconds)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StepFloor:
     """The least time of one decode step on one GPU."""
 
     parts: dict[str, PartCost]
-    distinct_experts: float
-    """Of this rank's experts, hit in each layer."""
-    traffic: Traffic
+    wire_seconds: dict[str, float]
+    """Of `nvlink` and `rdma`, which are used at once."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(part.seconds for part in self.parts.values())
 
     @property
     def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts.values()) + self.traffic.seconds
-
-    @property
-    def bytes(self) -> float:
-        return sum(part.bytes for part in self.parts.values())
+        return self.gpu_seconds + max(self.wire_seconds.values())
 
 
 def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int = 1, kv_element_bytes: float = 2.0) -> StepFloor:
@@ -275,37 +260,16 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
         "dense_mlp": part(counts["dense_mlp"] * linear, batch * counts["dense_mlp"], rate),
         "lm_head": part(head * 2, batch * head, gpu.bf16_rate),
     }
-    return StepFloor(parts, hit, traffic(m, gpu, batch, ep_size))
+    return StepFloor(parts, wire_seconds(m, gpu, batch, ep_size))
 
 
-def traffic(m: ModelShape, gpu: Gpu, batch: int, ep_size: int) -> Traffic:
+def wire_seconds(m: ModelShape, gpu: Gpu, batch: int, ep_size: int) -> dict[str, float]:
     """Dispatch and combine of `batch` tokens per GPU in all sparse layers, uniform routing.
 
     Each token goes to each of its experts on its own, as low-latency kernels send it: in FP8 with a float32 scale per 128
     values where experts are FP8, else in bf16; it comes back in bf16.
     """
     there = 1 + 4 / FP8_BLOCK if m.experts == "fp8" else 2.0
-    sent = m.num_sparse_layers * batch * m.top_k * m.hidden * (there + 2)
+    sent = m.num_sparse_layers * batch * m.top_k * m.hidden * (there + 2) / ep_size
     near = min(ep_size, gpu.gpus_per_host)
-    nvlink, rdma = (sent * share / ep_size for share in (near - 1, ep_size - near))
-    return Traffic(nvlink, rdma, nvlink / gpu.nvlink_bandwidth, rdma / gpu.rdma_bandwidth)
-
-
-def crossing(m: ModelShape, gpu: Gpu, context: int, ep_size: int, most: int = 1 << 14) -> dict[str, int | None]:
-    """The batch per GPU from which each resource takes the largest share of the step; None where it never does up to `most`.
-
-    Resources: `weights` and `kv` (memory bandwidth), `matrix` (operations), `nvlink`, `rdma`.
-    """
-    first: dict[str, int | None] = dict.fromkeys(("weights", "kv", "matrix", "nvlink", "rdma"))
-    for batch in range(1, most + 1):
-        floor = step_floor(m, gpu, batch, context, ep_size)
-        weights = sum(part.bytes for name, part in floor.parts.items() if name != "kv_cache") / gpu.bandwidth
-        compute = sum(part.seconds for part in floor.parts.values() if part.seconds > part.bytes / gpu.bandwidth * (1 + 1e-9))
-        seconds = {
-            "weights": weights, "kv": floor.parts["kv_cache"].bytes / gpu.bandwidth, "matrix": compute,
-            "nvlink": floor.traffic.nvlink_seconds, "rdma": floor.traffic.rdma_seconds,
-        }  # fmt: skip
-        largest = max(seconds, key=seconds.__getitem__)
-        if first[largest] is None:
-            first[largest] = batch
-    return first
+    return {"nvlink": sent * (near - 1) / gpu.nvlink_bandwidth, "rdma": sent * (ep_size - near) / gpu.rdma_bandwidth}

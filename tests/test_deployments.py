@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minserve.flags import resolve
-from minserve.plan import Settings, make_plan, read_config
+from minserve.plan import make_plan, read_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHAPES = {
@@ -36,13 +36,6 @@ def test_it_fits_the_gpus_in_its_name(name: str) -> None:
     gpus = int(re.findall(r"(\d+)xh200", name)[0])
     assert config.ep_size == gpus and config.nnodes * 8 >= gpus
     document, notes = read_config(CONFIGS / "shapes" / SHAPES[name])
-    settings = Settings(
-        ep_size=config.ep_size,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        chunked_prefill_size=config.chunked_prefill_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-    )
-    made = make_plan(document, name, settings, notes)
+    made = make_plan(document, config, notes)
     assert made.fits, made
     assert f"configs/shapes/{SHAPES[name]} " in file.read_text()

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minserve import plan_picture
+from minserve.config import Config
 from minserve.errors import CheckpointError, EnvironmentFault, ServerError, UsageError
 from minserve.models.registry import ROWS
-from minserve.plan import MAX_RANKS, MODEL_TYPES, Settings, buffer_bytes, describe, make_plan, read_config
+from minserve.plan import MAX_RANKS, MODEL_TYPES, buffer_bytes, describe, make_plan, read_config
 from minserve.roofline import H200, parameters, shape_from_config, weight_bytes
 
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
@@ -41,11 +42,11 @@ def minserve(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_published_totals(name: str) -> None:
-    assert round(make_plan(config_of(name), name, Settings()).parameters / 1e9, 1) == TOTALS[name]
+    assert round(make_plan(config_of(name), Config()).parameters / 1e9, 1) == TOTALS[name]
 
 
 def test_a_rank_holds_its_share_of_experts_and_all_of_the_rest() -> None:
-    one, eight = (make_plan(config_of("deepseek-v3"), "v3", Settings(ep_size=size)) for size in (1, 8))
+    one, eight = (make_plan(config_of("deepseek-v3"), Config(ep_size=size)) for size in (1, 8))
     assert eight.weights["routed_experts"] == one.weights["routed_experts"] / 8
     assert {k: v for k, v in one.weights.items() if k != "routed_experts"} == {
         k: v for k, v in eight.weights.items() if k != "routed_experts"
@@ -74,13 +75,13 @@ def test_int4_is_a_quarter_and_its_scales() -> None:
 )
 def test_formats_that_no_start_would_accept_are_refused(section: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="quantization_config"):
-        make_plan(config_of("qwen3-30b-a3b") | {"quantization_config": section}, "q", Settings())
+        make_plan(config_of("qwen3-30b-a3b") | {"quantization_config": section}, Config())
 
 
 @pytest.mark.parametrize("name", TOTALS)
 @pytest.mark.parametrize("ep_size", [1, 8])
 def test_parts_add_up_to_the_usable_memory(name: str, ep_size: int) -> None:
-    plan = make_plan(config_of(name), name, Settings(ep_size=ep_size))
+    plan = make_plan(config_of(name), Config(ep_size=ep_size))
     held = sum(plan.weights.values()) + sum(plan.buffers.values())
     assert plan.usable == pytest.approx(0.9 * H200.memory_bytes)
     if plan.fits:
@@ -96,56 +97,56 @@ def test_parts_add_up_to_the_usable_memory(name: str, ep_size: int) -> None:
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2-instruct", "kimi-k2-thinking", "qwen3-235b-a22b"])
 def test_the_advice_is_true_and_the_least(name: str) -> None:
     """Following the sentence makes it fit, and one step less does not."""
-    plan = make_plan(config_of(name), name, Settings())
+    plan = make_plan(config_of(name), Config())
     assert not plan.fits
     size = int(plan.verdict.partition("raise --ep-size to ")[2].split()[0])
-    assert make_plan(config_of(name), name, Settings(ep_size=size)).fits
+    assert make_plan(config_of(name), Config(ep_size=size)).fits
     experts = shape_from_config(config_of(name)).num_experts
     smaller = [tried for tried in range(1, size) if experts % tried == 0]
-    assert not any(make_plan(config_of(name), name, Settings(ep_size=tried)).fits for tried in smaller)
+    assert not any(make_plan(config_of(name), Config(ep_size=tried)).fits for tried in smaller)
 
 
 def test_too_long_a_context_names_the_longest_that_fits() -> None:
     config = config_of("qwen3-235b-a22b")
-    settings = Settings(ep_size=8, max_model_len=40960, max_num_seqs=64, chunked_prefill_size=2048, gpu_memory_utilization=0.56)
-    plan = make_plan(config, "q", settings)
+    settings = Config(ep_size=8, max_model_len=40960, max_num_seqs=64, chunked_prefill_size=2048, gpu_memory_utilization=0.56)
+    plan = make_plan(config, settings)
     assert not plan.fits
     length = int(plan.verdict.partition("lower --max-model-len to ")[2].split()[0])
     assert f"the KV cache holds {length:,} tokens and --max-model-len is 40,960" in plan.verdict
-    assert make_plan(config, "q", dataclasses.replace(settings, max_model_len=length)).fits
-    assert not make_plan(config, "q", dataclasses.replace(settings, max_model_len=length + 1)).fits
+    assert make_plan(config, msgspec.structs.replace(settings, max_model_len=length)).fits
+    assert not make_plan(config, msgspec.structs.replace(settings, max_model_len=length + 1)).fits
 
 
 def test_what_no_flag_can_help_is_said() -> None:
     config = config_of("qwen3-30b-a3b") | {"num_experts": 0, "num_hidden_layers": 2000}
-    assert f"no --ep-size up to {MAX_RANKS} is enough" in make_plan(config, "q", Settings()).verdict
+    assert f"no --ep-size up to {MAX_RANKS} is enough" in make_plan(config, Config()).verdict
 
 
 def test_smaller_steps_are_advised_where_only_they_help() -> None:
     config = config_of("moonlight-16b-a3b")
-    wanted = Settings(ep_size=64, chunked_prefill_size=1 << 20)
-    plan = make_plan(config, "m", wanted)
+    wanted = Config(ep_size=64, chunked_prefill_size=1 << 20)
+    plan = make_plan(config, wanted)
     assert plan.verdict.endswith("too much for a rank; lower --chunked-prefill-size to 262144")
-    assert make_plan(config, "m", dataclasses.replace(wanted, chunked_prefill_size=262144)).fits
-    assert buffer_bytes(shape_from_config(config), wanted)["step"] > buffer_bytes(shape_from_config(config), Settings())["step"]
+    assert make_plan(config, msgspec.structs.replace(wanted, chunked_prefill_size=262144)).fits
+    assert buffer_bytes(shape_from_config(config), wanted)["step"] > buffer_bytes(shape_from_config(config), Config())["step"]
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Settings(ep_size=3), "--ep-size 3 does not divide the model's 64 experts; possible: 1, 2, 4, 8, 16, 32, 64"),
-        (Settings(max_model_len=8193), "--max-model-len 8193 is more than the model's max_position_embeddings of 8192"),
+        (Config(ep_size=3), "--ep-size 3 does not divide the model's 64 experts; possible: 1, 2, 4, 8, 16, 32, 64"),
+        (Config(max_model_len=8193), "--max-model-len 8193 is more than the model's max_position_embeddings of 8192"),
     ],
 )
-def test_settings_that_the_model_does_not_have(asked: Settings, message: str) -> None:
+def test_settings_that_the_model_does_not_have(asked: Config, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make_plan(config_of("moonlight-16b-a3b"), "m", asked)
+        make_plan(config_of("moonlight-16b-a3b"), asked)
 
 
 def test_yarn_stretches_the_context() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = config_of("qwen3-30b-a3b") | {"rope_scaling": yarn}
-    assert make_plan(config, "q", Settings(max_model_len=131072)).fits
+    assert make_plan(config, Config(max_model_len=131072)).fits
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_yarn_stretches_the_context() -> None:
 def test_a_damaged_config(tmp_path: Path, body: str, message: str) -> None:
     (tmp_path / "config.json").write_text(body)
     with pytest.raises(CheckpointError, match=message):
-        make_plan(*read_config(tmp_path)[:1], "m", Settings())
+        make_plan(*read_config(tmp_path)[:1], Config())
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_config(tmp_path / "absent")
 
@@ -171,17 +172,17 @@ def test_fuzz_configs_give_a_plan_or_a_sentence(name: str, changes: list[tuple[i
     for place, value in changes:
         config[sorted(config)[place % len(config)]] = value
     with contextlib.suppress(ServerError):
-        assert describe(make_plan(config, "m", Settings(ep_size=ep_size))).splitlines()[-1].startswith(("fits", "does not fit"))
+        assert describe(make_plan(config, Config(ep_size=ep_size))).splitlines()[-1].startswith(("fits", "does not fit"))
 
 
 def test_kinds_that_are_not_served_are_not_planned() -> None:
     assert {row.model_type for row in ROWS} == MODEL_TYPES
     for config in ({}, {"model_type": "qwen3_next"}, {"model_type": "llama", "text_config": None}):
         with pytest.raises(CheckpointError, match=f"model_type is {config.get('model_type')!r}; known: deepseek_v2, "):
-            make_plan(config_of("qwen3-30b-a3b") | {"model_type": None} | config, "m", Settings())
+            make_plan(config_of("qwen3-30b-a3b") | {"model_type": None} | config, Config())
     inner = config_of("kimi-k2-instruct")
     del inner["model_type"]
-    assert make_plan({"model_type": "kimi_k25", "text_config": inner}, "m", Settings(ep_size=16)).fits
+    assert make_plan({"model_type": "kimi_k25", "text_config": inner}, Config(ep_size=16)).fits
 
 
 def test_the_index_beside_the_config_is_quoted(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_the_index_beside_the_config_is_quoted(tmp_path: Path) -> None:
     index = {"metadata": {"total_size": 61_064_245_248}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     config, notes = read_config(tmp_path / "config.json")
-    assert "the index lists 2 files, 61.1 GB" in describe(make_plan(config, "q", Settings(), notes))
+    assert "the index lists 2 files, 61.1 GB" in describe(make_plan(config, Config(), notes))
 
 
 def test_nvfp4_counts_as_what_it_is_widened_to(tmp_path: Path) -> None:
@@ -197,8 +198,8 @@ def test_nvfp4_counts_as_what_it_is_widened_to(tmp_path: Path) -> None:
     del plain["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(plain))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    plan = make_plan(read_config(tmp_path)[0], "k", Settings(ep_size=8))
-    assert plan.weights == make_plan(plain, "k", Settings(ep_size=8)).weights
+    plan = make_plan(read_config(tmp_path)[0], Config(ep_size=8))
+    assert plan.weights == make_plan(plain, Config(ep_size=8)).weights
     assert "note: NVFP4 weights are widened to 16 bits while they are loaded" in describe(plan)
 
 
@@ -231,7 +232,7 @@ def test_the_picture_has_a_bar_for_each_rank(tmp_path: Path) -> None:
     done = minserve("plan", str(SHAPES / "deepseek-v3"), "--ep-size", "8", "--plot", str(tmp_path / "memory.svg"))
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "memory.svg").read_text()
-    plan = make_plan(config_of("deepseek-v3"), "v3", Settings(ep_size=8))
+    plan = make_plan(config_of("deepseek-v3"), Config(ep_size=8))
     assert drawn.count("<!-- KV cache -->") == 1 and "usable of an h200" in drawn
     assert drawn.count('style="fill') > 8 * (len(plan.weights) + len(plan.buffers))
     with pytest.raises(UsageError, match=r"--plot .*memory\.what"):
@@ -241,4 +242,4 @@ def test_the_picture_has_a_bar_for_each_rank(tmp_path: Path) -> None:
 def test_without_matplotlib_the_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EnvironmentFault, match=r"pip install 'minserve\[plot\]'"):
-        plan_picture.draw(make_plan(config_of("deepseek-v3"), "v3", Settings()), tmp_path / "m.png")
+        plan_picture.draw(make_plan(config_of("deepseek-v3"), Config()), tmp_path / "m.png")

@@ -6,15 +6,15 @@ import pytest
 
 from minserve.roofline import (
     H200,
-    crossing,
     distinct_experts,
     kv_bytes_per_token,
     parameters,
     shape_from_config,
     step_floor,
-    traffic,
     weight_bytes,
+    wire_seconds,
 )
+from tools.expert_parallel_table import crossing
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -99,28 +99,28 @@ def test_mlp_only_layers_and_sparse_step_are_honoured():
 def test_expert_parallelism_reads_fewer_experts_and_pays_for_the_wire():
     shape = shape_from_config(DEEPSEEK_V3)
     one, eight = step_floor(shape, H200, 8, 1024), step_floor(shape, H200, 8, 1024, ep_size=8)
-    assert eight.distinct_experts < one.distinct_experts
+    assert eight.parts["routed_experts"].bytes < one.parts["routed_experts"].bytes
     expected = 58 * 8 * 8 * 7168 * (1 + 4 / 128 + 2) * 7 / 8 / 350e9
-    assert math.isclose(eight.traffic.seconds, expected)
-    assert one.traffic.seconds == 0
+    assert math.isclose(max(eight.wire_seconds.values()), expected)
+    assert one.wire_seconds == {"nvlink": 0, "rdma": 0}
 
 
 def test_between_hosts_the_slower_wire_sets_the_time():
     shape = shape_from_config(DEEPSEEK_V3)
-    alone, paired = (traffic(shape, H200, 32, ranks) for ranks in (8, 16))
-    assert alone.rdma_bytes == 0 and alone.seconds == alone.nvlink_seconds
+    alone, paired = (wire_seconds(shape, H200, 32, ranks) for ranks in (8, 16))
+    assert alone["rdma"] == 0 < alone["nvlink"]
     # Of 16 ranks a token's experts are 7 times on this host's others and 8 times on the other host's.
-    assert math.isclose(paired.rdma_bytes / paired.nvlink_bytes, 8 / 7)
-    assert math.isclose(paired.seconds, paired.rdma_bytes / 50e9)
+    assert math.isclose(paired["rdma"] * 50e9 / (paired["nvlink"] * 350e9), 8 / 7)
+    assert paired["rdma"] > paired["nvlink"]
 
 
 def test_where_each_resource_takes_over():
     shape = shape_from_config(DEEPSEEK_V3)
-    first = crossing(shape, H200, 4096, 16, most=256)
+    first = crossing(shape, 16, most=256)
     assert first["weights"] == 1 and first["rdma"] is not None
     shares = [
         (
-            step_floor(shape, H200, batch, 4096, 16).traffic.rdma_seconds,
+            step_floor(shape, H200, batch, 4096, 16).wire_seconds["rdma"],
             sum(p.bytes for n, p in step_floor(shape, H200, batch, 4096, 16).parts.items() if n != "kv_cache") / H200.bandwidth,
         )
         for batch in (first["rdma"] - 1, first["rdma"])

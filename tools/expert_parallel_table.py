@@ -12,8 +12,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from minserve.plan import Settings, make_plan, read_config
-from minserve.roofline import H200, crossing, shape_from_config, step_floor
+from minserve.config import Config
+from minserve.plan import make_plan, read_config
+from minserve.roofline import H200, ModelShape, shape_from_config, step_floor
 
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
 MODELS = {"deepseek-v3": "DeepSeek-V3 (FP8)", "kimi-k2-instruct": "Kimi-K2 (FP8)"}
@@ -33,8 +34,8 @@ def table(name: str) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for ranks in RANKS:
-        plan = make_plan(config, name, Settings(ep_size=ranks, max_model_len=CONTEXT, max_num_seqs=max(BATCHES)))
-        first = crossing(shape, H200, CONTEXT, ranks, MOST)
+        plan = make_plan(config, Config(ep_size=ranks, max_model_len=CONTEXT, max_num_seqs=max(BATCHES)))
+        first = crossing(shape, ranks, MOST)
         later = ", ".join(f"{resource} {batch}" for resource, batch in first.items() if batch is not None)
         for batch in BATCHES:
             floor = step_floor(shape, H200, batch, CONTEXT, ranks)
@@ -43,14 +44,33 @@ def table(name: str) -> str:
                 if batch == 1
                 else ["", "", ""]
             )
-            here = sum(part.seconds for part in floor.parts.values()) * 1e3
-            wire = floor.traffic
             cells = [
-                *heads, str(batch), f"{here:.2f}", f"{wire.nvlink_seconds * 1e3:.2f}", f"{wire.rdma_seconds * 1e3:.2f}",
+                *heads, str(batch), f"{floor.gpu_seconds * 1e3:.2f}",
+                *(f"{seconds * 1e3:.2f}" for seconds in floor.wire_seconds.values()),
                 f"{floor.seconds * 1e3:.2f}", f"{batch / floor.seconds:,.0f}", later if batch == 1 else "",
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def crossing(m: ModelShape, ep_size: int, most: int) -> dict[str, int | None]:
+    """The batch per GPU from which each resource takes the largest share of the step; None where it never does up to `most`.
+
+    Resources: `weights` and `kv` (memory bandwidth), `matrix` (operations), `nvlink`, `rdma`.
+    """
+    first: dict[str, int | None] = dict.fromkeys(("weights", "kv", "matrix", "nvlink", "rdma"))
+    for batch in range(1, most + 1):
+        floor = step_floor(m, H200, batch, CONTEXT, ep_size)
+        weights = sum(part.bytes for name, part in floor.parts.items() if name != "kv_cache") / H200.bandwidth
+        compute = sum(part.seconds for part in floor.parts.values() if part.seconds > part.bytes / H200.bandwidth * (1 + 1e-9))
+        seconds = {
+            "weights": weights, "kv": floor.parts["kv_cache"].bytes / H200.bandwidth, "matrix": compute,
+            **floor.wire_seconds,
+        }  # fmt: skip
+        largest = max(seconds, key=seconds.__getitem__)
+        if first[largest] is None:
+            first[largest] = batch
+    return first
 
 
 def tables() -> str:
@@ -67,8 +87,8 @@ def draw(path: Path) -> None:
         shape = shape_from_config(read_config(SHAPES / name)[0])
         for panel, ranks in zip(row, RANKS, strict=True):
             floors = [step_floor(shape, H200, batch, CONTEXT, ranks) for batch in batches]
-            memory = [sum(part.seconds for part in floor.parts.values()) * 1e3 for floor in floors]
-            wire = [floor.traffic.seconds * 1e3 for floor in floors]
+            memory = [floor.gpu_seconds * 1e3 for floor in floors]
+            wire = [max(floor.wire_seconds.values()) * 1e3 for floor in floors]
             panel.stackplot(
                 batches,
                 memory,

@@ -11,7 +11,7 @@ from minserve.config import Config
 from minserve.kernels.interface import Kernels, dtype_bytes
 from minserve.models.config_types import ModelConfig
 from minserve.models.load_report import LoadReport, gigabytes
-from minserve.plan import Plan, Settings, measure
+from minserve.plan import Plan, measure
 from minserve.roofline import H200, in_memory, shape_from_config
 from minserve.runtime.kv_cache import KVPlan
 
@@ -24,15 +24,8 @@ def forecast(config: Config, model_config: ModelConfig, kernels: Kernels, dtype:
         keeps_fp8=kernels.keeps_fp8,
         keeps_int4=kernels.keeps_int4,
     )
-    settings = Settings(
-        gpu=dataclasses.replace(H200, memory_bytes=device_bytes),
-        ep_size=config.ep_size,
-        max_num_seqs=config.max_num_seqs,
-        chunked_prefill_size=config.chunked_prefill_size,
-        page_size=config.page_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-    )
-    return measure(shape, config.model, settings, model_config.max_position_embeddings)
+    gpu = dataclasses.replace(H200, memory_bytes=device_bytes)
+    return measure(shape, config, model_config.max_position_embeddings, gpu)
 
 
 def compare(plan: Plan, report: LoadReport, size: KVPlan, *, on_gpu: bool) -> dict[str, dict[str, float]]:

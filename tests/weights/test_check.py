@@ -20,9 +20,10 @@ from release_checkpoints import write_release
 from safetensors.torch import load_file, save_file
 from weights.toy_model import write_checkpoint
 
+from minserve.config import Config
 from minserve.errors import CheckpointError, ServerError
 from minserve.models.check import check, compute_checksums, prove
-from minserve.plan import Settings, make_plan, read_config
+from minserve.plan import make_plan, read_config
 
 TinyDir = Callable[[str], Path]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -192,7 +193,7 @@ def test_fuzz_values_of_config_and_index_end_in_a_proof_or_a_refusal(yarn_model:
         with contextlib.suppress(CheckpointError):
             prove(yarn_model)
         with contextlib.suppress(ServerError):
-            make_plan(read_config(yarn_model)[0], "m", Settings())
+            make_plan(read_config(yarn_model)[0], Config())
     finally:
         (yarn_model / name).write_bytes(original)
 
