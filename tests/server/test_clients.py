@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import queue
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import openai
 import pytest
 from openai import OpenAI
+from waiting import PATIENCE
 
 from tests.server.conftest import MAX_MODEL_LEN, Edge, Say
 
@@ -19,7 +21,7 @@ Start = Callable[..., AbstractContextManager[Edge]]
 
 @pytest.fixture
 def client(edge: Edge) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any", timeout=10) as client:
+    with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any", timeout=PATIENCE) as client:
         yield client
 
 
@@ -85,7 +87,10 @@ def test_openai_python_models_and_errors(client: OpenAI, edge: Edge) -> None:
 
 
 def test_openai_python_sees_an_error_in_the_stream(start_edge: Start) -> None:
-    with start_edge("abc" * 50) as edge, OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any") as client:
+    with (
+        start_edge(lambda _: itertools.repeat(97), max_model_len=1 << 30) as edge,
+        OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any") as client,
+    ):
         edge.engine.step_seconds = 0.01
         stream = client.completions.create(model="tiny", prompt="x", stream=True)
         next(iter(stream))
@@ -103,19 +108,20 @@ def test_openai_python_waits_out_a_server_that_loads(start_edge: Start) -> None:
 
 
 def test_curl_sees_events_as_they_come(start_edge: Start) -> None:
-    with start_edge("abc") as edge:
-        edge.engine.step_seconds = 0.15
+    tokens: queue.Queue[int] = queue.Queue()
+    with start_edge(lambda _: iter(tokens.get, -1)) as edge:
         command = ["curl", "-sN", f"http://127.0.0.1:{edge.port}/v1/chat/completions", "-H", "Content-Type: application/json"]
         body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True})
         process = subprocess.Popen([*command, "-d", body], stdout=subprocess.PIPE)
         assert process.stdout is not None
-        lines, times = [], []
-        for line in process.stdout:
-            if line.strip():
-                lines.append(line.decode().strip())
-                times.append(time.monotonic())
-        assert process.wait(5) == 0
+        lines: list[str] = []
+        for token in (97, 98, 99, -1):  # each is made when curl has shown the one before
+            tokens.put(token)
+            shown = sum(line != "" for line in lines)
+            while sum(line != "" for line in lines) < shown + (2 if shown == 0 else 1):
+                lines.append(process.stdout.readline().decode().strip())
+        lines = [line for line in [*lines, *process.stdout.read().decode().splitlines()] if line]
+        assert process.wait(PATIENCE) == 0
     assert lines[-1] == "data: [DONE]"
     contents = [json.loads(line[6:])["choices"][0]["delta"].get("content") for line in lines[:-1]]
     assert contents == ["", "a", "b", "c", None]
-    assert times[3] - times[1] > 0.2

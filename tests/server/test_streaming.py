@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from waiting import PATIENCE
 
 from minserve.request import Request
 from tests.server.conftest import Edge, Say, Vocabulary
@@ -74,15 +76,16 @@ def test_finish_reason_length(edge: Edge, say: Say) -> None:
 
 def test_no_part_of_a_stop_string_is_sent(edge: Edge, say: Say, vocabulary: Vocabulary) -> None:
     assert len(vocabulary.ids("DEFGHIJ")) == 4
-    say("xDEFGHIJyz")
+    say("xDEFGHIJ" + "yz" * 90)  # the engine is far from done when the front sees the stop
     edge.engine.step_seconds = 0.02
+    finished = len(edge.engine.finished)
     answer = edge.complete("ABC", temperature=0, stop=["DEFGHIJ"], stream=True)
     assert [e["choices"][0]["text"] for e in chunks(answer)] == ["x", ""]
     assert chunks(answer)[-1]["choices"][0]["finish_reason"] == "stop"
-    edge.wait_for(lambda: bool(edge.engine.finished))
-    finished = edge.engine.finished.pop()
-    assert finished.num_tokens == 5
-    assert edge.engine.added[-1].id == finished.request_id
+    edge.wait_for(lambda: len(edge.engine.finished) > finished)
+    told = edge.engine.finished[-1]
+    assert told.num_tokens == 5
+    assert edge.engine.added[-1].id == told.request_id
 
 
 def test_held_text_is_flushed_when_it_is_no_stop_string_after_all(edge: Edge, say: Say) -> None:
@@ -134,12 +137,31 @@ def test_include_usage_adds_one_last_chunk_without_choices(edge: Edge, say: Say)
     assert {e["id"] for e in events} == {events[0]["id"]}
 
 
-def test_continuous_usage_stats_put_growing_usage_on_each_chunk(edge: Edge, say: Say) -> None:
-    say("abc")
-    edge.engine.step_seconds = 0.02
+def one_by_one(edge: Edge, tokens: list[int], **fields: Any) -> list[bytes]:
+    """What arrives of a stream after each token, and after the end: the next token exists only once the one before was read."""
+    there: queue.Queue[int] = queue.Queue()
+    edge.engine.script = lambda _: iter(there.get, -1)
+    body = json.dumps({"prompt": "x", "stream": True, **fields}).encode()
+    seen = []
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        for token in tokens:
+            there.put(token)
+            seen.append(client.recv(65536))
+        there.put(-1)
+        rest = b""
+        while part := client.recv(65536):
+            rest += part
+    return [*seen, rest]
+
+
+def test_continuous_usage_stats_put_growing_usage_on_each_chunk(start_edge: Start, vocabulary: Vocabulary) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = chunks(edge.complete(stream=True, stream_options=options))
-    assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4, 4]
+    with start_edge("") as edge:
+        parts = one_by_one(edge, vocabulary.ids("abc"), stream_options=options)
+    text = b"".join(parts).partition(b"\r\n\r\n")[2].decode()
+    events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+    assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 3, 3]
     assert [bool(e["choices"]) for e in events] == [True] * 4 + [False]
 
 
@@ -212,13 +234,13 @@ def test_an_error_before_the_first_token_is_an_error_response(edge: Edge) -> Non
 
 
 def test_an_error_under_way_is_one_event_and_no_end_mark(start_edge: Start) -> None:
-    with start_edge("abcdefgh" * 20) as edge:
+    with start_edge(lambda _: itertools.repeat(97), max_model_len=1 << 30) as edge:
         edge.engine.step_seconds = 0.01
         body = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", edge.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client:
             client.sendall(head.encode() + body)
             received = client.recv(65536)
             edge.engine.fail_with = "broken"
@@ -231,15 +253,7 @@ def test_an_error_under_way_is_one_event_and_no_end_mark(start_edge: Start) -> N
 
 
 def test_every_event_is_sent_as_soon_as_its_token_is_there(start_edge: Start) -> None:
-    tokens: queue.Queue[int] = queue.Queue()
-    with start_edge(lambda _: iter(tokens.get, -1)) as edge:
-        body = b'{"prompt":"x","stream":true}'
-        with socket.create_connection(("127.0.0.1", edge.port), timeout=10) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            seen = []
-            for token in (97, 98, 99):  # the next token exists only once the one before has arrived
-                tokens.put(token)
-                seen.append(client.recv(65536))
-            tokens.put(-1)
-        assert [part.count(b"data: ") for part in seen] == [1, 1, 1]
-        assert seen[0].startswith(b"HTTP/1.0 200 OK")  # in one packet with the first event
+    with start_edge("") as edge:
+        seen = one_by_one(edge, [97, 98, 99])
+    assert [part.count(b"data: ") for part in seen] == [1, 1, 1, 2]
+    assert seen[0].startswith(b"HTTP/1.0 200 OK")  # in one packet with the first event
