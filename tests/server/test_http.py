@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
+from waiting import PATIENCE
 
 from tests.server.conftest import Edge
 
@@ -24,16 +26,19 @@ def locked(start_edge: Start) -> Iterator[Edge]:
 
 
 def raw(edge: Edge, data: bytes) -> bytes:
-    """What comes back for these bytes, until the server closes or says nothing for a while."""
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=2) as client:
+    """The one answer that comes back for these bytes, as it was written."""
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client:
         client.sendall(data)
         received = b""
-        try:
-            while part := client.recv(65536):
-                received += part
-        except TimeoutError:
-            pass
+        while not is_whole(received) and (part := client.recv(65536)):
+            received += part
         return received
+
+
+def is_whole(answer: bytes) -> bool:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    return bool(end) and length is not None and len(body) >= int(length[1])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/server_info", "/v1/nothing"])
@@ -164,14 +169,17 @@ def test_a_body_that_cannot_be_decoded_leaves_no_traceback(edge: Edge, caplog: p
 
 
 def test_a_size_over_the_limit_is_refused_before_the_body_comes(start_edge: Start) -> None:
-    with start_edge("ok", max_body_bytes=10_000) as edge, socket.create_connection(("127.0.0.1", edge.port), timeout=5) as client:
+    with (
+        start_edge("ok", max_body_bytes=10_000) as edge,
+        socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client,
+    ):
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_announced_with_expect_is_asked_for(edge: Edge) -> None:
     body = b'{"prompt":"x"}'
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=5) as client:
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(body)
         )
@@ -208,7 +216,7 @@ def test_bytes_that_are_no_http_are_answered_in_json(edge: Edge, data: bytes) ->
 def test_one_connection_serves_many_requests(edge: Edge) -> None:
     body = b'{"prompt":"x","stream":true}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=5) as client:
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) as client:
         for _ in range(5):
             client.sendall(request)
             received = b""

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE, once_within
 
 from tests.server.conftest import Answer, Edge
 from tests.server.test_life import Child
@@ -47,7 +49,7 @@ def test_2000_connections_at_once_get_an_answer_each(start_edge: Start) -> None:
             selector.register(client, selectors.EVENT_WRITE)
             received[client] = b""
         open_clients = len(received)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while open_clients:
             assert time.monotonic() < deadline
             if not edge.engine.running.is_set() and edge.engine.num_live >= 564:
@@ -90,7 +92,7 @@ def test_a_full_queue_is_429_and_opens_again(start_edge: Start) -> None:
         assert edge.get("/health").status == 200
         edge.engine.running.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(PATIENCE)
         assert [answer.status for answer in answers] == [200, 200, 200]
         assert edge.complete(n=100).status == 200  # wider than batch and queue together, and legal
 
@@ -98,7 +100,7 @@ def test_a_full_queue_is_429_and_opens_again(start_edge: Start) -> None:
 def test_too_many_large_bodies_at_once(start_edge: Start) -> None:
     with start_edge("ok", max_body_bytes=100_000, max_model_len=1 << 20) as edge:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
-        clients = [socket.create_connection(("127.0.0.1", edge.port), timeout=5) for _ in range(4)]
+        clients = [socket.create_connection(("127.0.0.1", edge.port), timeout=PATIENCE) for _ in range(4)]
         for client in clients:
             client.sendall(head + b"x" * 99_999)
         edge.wait_for(lambda: edge.post("/v1/completions", {"prompt": "y" * 50_000}).status == 429)
@@ -108,34 +110,47 @@ def test_too_many_large_bodies_at_once(start_edge: Start) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path) -> Iterator[Child]:
-    """In a process of its own: the test's own work must not count as the server's."""
-    child = Child(model_dir, 1.0)
-    child.wait_for("/ready", b"HTTP/1.0 200")
-    yield child
-    child.process.kill()
-    child.process.wait()
+def servers(model_dir: Path) -> Iterator[tuple[Child, Child]]:
+    """In processes of their own: the test's own work must not count as the server's. The second has nothing to do."""
+    children = Child(model_dir, 1.0), Child(model_dir, 1.0)
+    for child in children:
+        child.wait_for("/ready", b"HTTP/1.0 200")
+    yield children
+    for child in children:
+        child.process.kill()
+        child.process.wait()
 
 
-def slowest_probe(server: Child, body: bytes, path: str = "/v1/completions") -> tuple[float, int]:
-    """Seconds of the slowest /health while this body is answered, and the answer's status."""
+def probe(server: Child) -> float:
+    """Seconds of /health."""
+    began = time.monotonic()
+    assert server.get("/health").startswith(b"HTTP/1.0 200")
+    return time.monotonic() - began
+
+
+def longest_delay(servers: tuple[Child, Child], body: bytes, path: str) -> tuple[float, int]:
+    """By how many seconds this body holds up /health at most, and its answer's status.
+
+    What an idle server takes at the same moment is not counted: then the machine was busy with other things.
+    """
+    server, idle = servers
     statuses: list[int] = []
 
     def work() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         statuses.append(connection.getresponse().status)
         connection.close()
 
     thread = threading.Thread(target=work)
-    slowest = 0.0
+    longest = 0.0
     thread.start()
-    while thread.is_alive():
-        began = time.monotonic()
-        assert server.get("/health").startswith(b"HTTP/1.0 200")
-        slowest = max(slowest, time.monotonic() - began)
-        time.sleep(0.02)
-    return slowest, statuses[0]
+    with ThreadPoolExecutor(1) as beside:
+        while thread.is_alive():
+            same_moment = beside.submit(probe, idle)
+            longest = max(longest, probe(server) - same_moment.result())
+            time.sleep(0.02)
+    return longest, statuses[0]
 
 
 @pytest.mark.parametrize(
@@ -152,14 +167,13 @@ def slowest_probe(server: Child, body: bytes, path: str = "/v1/completions") -> 
     ],
     ids=["text", "escaped", "ids", "chat", "unknown", "structure", "lists", "tokenised"],
 )
-def test_a_long_prompt_does_not_hold_up_health(server: Child, fields: dict[str, Any], status: int) -> None:
+def test_a_long_prompt_does_not_hold_up_health(servers: tuple[Child, Child], fields: dict[str, Any], status: int) -> None:
     body = json.dumps(fields, separators=(",", ":")).encode()
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-    measured = []
-    for _ in range(5):  # the machine may be busy with other things: one quiet run proves it
-        slowest, answered = slowest_probe(server, body, path)
+
+    def scenario() -> float:
+        delay, answered = longest_delay(servers, body, path)
         assert answered == status
-        measured.append(slowest)
-        if slowest < 0.1:
-            return
-    pytest.fail(f"/health took {measured} s")
+        return delay
+
+    once_within(0.1, scenario, tries=5)

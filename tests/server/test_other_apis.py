@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from waiting import PATIENCE
 
 from tests.server.conftest import MAX_MODEL_LEN, Answer, Edge, Vocabulary
 
@@ -32,7 +33,7 @@ def thinker(start_edge: Start) -> Iterator[Edge]:
 
 @pytest.fixture
 def client(thinker: Edge) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{thinker.port}/v1", api_key="any", timeout=10) as client:
+    with OpenAI(base_url=f"http://127.0.0.1:{thinker.port}/v1", api_key="any", timeout=PATIENCE) as client:
         yield client
 
 
@@ -313,7 +314,7 @@ def test_keys_and_faults_in_streams(start_edge: Start) -> None:
         assert edge.post("/v1/messages", {**body, "model": "nope"}, key).error["type"] == "not_found_error"
         edge.engine.script = lambda _: itertools.repeat(97)
         edge.engine.step_seconds = 0.01
-        with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="secret", timeout=10) as client:
+        with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="secret", timeout=PATIENCE) as client:
             stream = iter(client.responses.create(model="tiny", input="x", stream=True))
             next(stream)
             edge.engine.fail_with = "it broke"

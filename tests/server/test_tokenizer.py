@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import BOS, EOS, KINDS, THINK, write_tiktoken, write_tokenizer
 from transformers import PreTrainedTokenizerFast
+from waiting import once_within
 
 from minserve.errors import CheckpointError, UsageError
 from minserve.server.encoders import MAX_RUN_CHARS, bounded_parts, kimi_split_pattern
@@ -210,15 +211,20 @@ def test_a_long_text_in_a_thread_leaves_the_others_running(tmp_path: Path, kind:
     else:
         write_tokenizer(tmp_path, kind)
     tokenizer = Tokenizer.load(tmp_path)
-    thread = threading.Thread(target=tokenizer.encode, args=("The quick brown fox, 123 안녕. " * 30_000,))
-    began = last = time.perf_counter()
-    thread.start()
-    longest_gap = 0.0
-    while thread.is_alive():
-        time.sleep(0.001)
-        now = time.perf_counter()
-        longest_gap, last = max(longest_gap, now - last), now
-    assert longest_gap < (last - began) / 3
+
+    def longest_gap() -> float:
+        """As a share of the whole."""
+        thread = threading.Thread(target=tokenizer.encode, args=("The quick brown fox, 123 안녕. " * 30_000,))
+        began = last = time.perf_counter()
+        thread.start()
+        longest = 0.0
+        while thread.is_alive():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return longest / (last - began)
+
+    once_within(1 / 3, longest_gap, tries=5)
 
 
 def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from openai import OpenAI
 from scripted_engine import Script
 from server.tool_texts import STYLES, Call, Style, kimi_k2, tool
 from tokenizers import AddedToken, Tokenizer
+from waiting import until
 
 from minserve.config import Config
 from minserve.messages import Ready
@@ -224,8 +224,8 @@ def test_14_streams_at_once_with_long_arguments(start: Start, models: dict[str, 
         edge.engine.script = lambda request: tokens[request.sampling.seed]
         edge.engine.tokens_per_step = 3
         body = {**ASK, "tools": TOOLS, "stream": True}
-        answers = list(threads.map(lambda n: edge.post("/v1/chat/completions", {**body, "seed": n}, timeout=60), range(14)))
-        plain = whole(edge.post("/v1/chat/completions", {**body, "seed": 5, "stream": False}, timeout=60))
+        answers = list(threads.map(lambda n: edge.post("/v1/chat/completions", {**body, "seed": n}), range(14)))
+        plain = whole(edge.post("/v1/chat/completions", {**body, "seed": 5, "stream": False}))
     for number, answer in enumerate(answers):
         events = chunks(answer)
         message = gathered(events)
@@ -242,23 +242,23 @@ def test_no_events_pile_up_before_the_end(start: Start, models: dict[str, Path])
     """The name is sent before the engine has made the arguments, and the first arguments before the last."""
     words = Vocabulary(models["kimi_k2"])
     tokens = [*words.ids(kimi_k2([("f", {"a": "x" * 50})])), words.eos]
-    seen: list[str] = []
+    behind = len(tokens) - 50 + 10  # what stands around the x's, and a little that may be held back
+    events: list[Any] = []
 
     def script(request: Any) -> Iterator[int]:  # noqa: ARG001
-        for token in tokens:
-            seen.append("made")
+        for number, token in enumerate(tokens):
+            until(lambda number=number: len(events) >= number - behind, "the event of an earlier token")
             yield token
 
     with (
         start(model_type="kimi_k2", marks="kimi_k2") as edge,
         OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="x") as client,
     ):
-        edge.engine.step_seconds = 0.005
         edge.engine.script = script
         stream = client.chat.completions.create(model="tiny", messages=ASK["messages"], tools=TOOLS, stream=True)  # type: ignore[call-overload]
-        at = [len(seen) for chunk in stream if chunk.choices[0].delta.tool_calls]
-    assert at[0] < len(tokens) - 50
-    assert sum(a < b for a, b in itertools.pairwise(at)) > 30
+        for chunk in stream:
+            events += chunk.choices[0].delta.tool_calls or []
+    assert len(events) > 50
 
 
 def test_openai_python_reads_calls_and_reasoning(thinker: Edge, words: Vocabulary) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
+from waiting import PATIENCE
 
 from tests.server.conftest import Edge
 
@@ -39,7 +40,7 @@ def edge(start_edge: Start) -> Iterator[Edge]:
 
 @pytest.fixture
 def client(edge: Edge) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any", timeout=10, max_retries=0) as client:
+    with OpenAI(base_url=f"http://127.0.0.1:{edge.port}/v1", api_key="any", timeout=PATIENCE, max_retries=0) as client:
         yield client
 
 
