@@ -86,6 +86,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this host, of all those that share the experts."""
+        count = self.ep_size // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
+
 
 _AT_LEAST = {
     "max_num_seqs": 1,

@@ -164,7 +164,7 @@ def _compilers(environment: Mapping[str, str]) -> Iterable[Finding]:
 
 
 def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[GpuProcess]) -> Iterable[Finding]:
-    local = config.ep_size // config.nnodes
+    local = len(config.local_ranks)
     if len(gpus) < local:
         cure = f"--ep-size {len(gpus) * config.nnodes}, or more GPUs in CUDA_VISIBLE_DEVICES"
         yield Finding("GPUs", "count", "fault", f"{len(gpus)} visible, {local} ranks on this host", cure)

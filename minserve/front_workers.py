@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import types
 from multiprocessing import connection as waiting
@@ -28,6 +29,7 @@ from minserve.server.front import Siblings
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
 _PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
 
 log = logging.getLogger("minserve.launch")
 
@@ -129,12 +131,9 @@ def _work(
     supervisor: int,
 ) -> None:
     """A worker's whole life."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(ExitCode.RANK_DIED)
+    die_with(supervisor)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the supervisor alone, which passes it on
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_sigterm()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     others = [str(listener.getsockname()) for listener in private]
     for other in range(len(connections)):
@@ -156,5 +155,19 @@ def _work(
     sys.exit(code)
 
 
-def _leave(_number: int, _frame: types.FrameType | None) -> None:
-    raise SystemExit(ExitCode.OK)
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent dies, an engine from before its first instruction on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(ExitCode.RANK_DIED)
+
+
+def leave_on_sigterm() -> None:
+    """Before and after serving there is nothing to drain: SIGTERM leaves like an exception, through what ends the engine."""
+
+    def leave(_number: int, _frame: types.FrameType | None) -> None:
+        raise SystemExit(ExitCode.OK)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import functools
 import importlib.util
@@ -18,9 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +26,7 @@ from minserve import front_workers
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
-from minserve.seat import ALONE, SEAT_VARIABLE, Seat, interface_towards
+from minserve.seat import ALONE, SEAT_VARIABLE, Seat, host_seats, interface_towards
 from minserve.seat import encode as encode_seat
 from minserve.server.app import serve
 
@@ -40,8 +37,6 @@ LISTEN_BACKLOG = 4096
 """Connections that may wait for the front; the kernel caps it at net.core.somaxconn."""
 _ENGINE_LEAVES_WITHIN = 2.0
 """Seconds an engine gets to leave after its socket is closed, before it is killed."""
-_PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
 _LIBRARY_FOLDERS = ("nvshmem/lib", "nccl/lib")
 """Below the `nvidia` packages: libraries that vendor kernels look for by name only."""
 _COMPILER_CACHES = {
@@ -53,12 +48,14 @@ _COMPILER_CACHES = {
 
 log = logging.getLogger("minserve.launch")
 
+_ByRank = dict[int, subprocess.Popen[bytes]]
+
 
 def run(config: Config, engine_module: str | None = None) -> int:
     """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
     _keep_standard_streams()
     _raise_open_files_limit()
-    _leave_on_sigterm()
+    front_workers.leave_on_sigterm()
     module = engine_module or (ENGINE_MODULE if config.mock_engine is None else MOCK_ENGINE_MODULE)
     with contextlib.ExitStack() as opened:
         listeners = [opened.enter_context(bind(config.host, config.port, shared=config.front_workers > 1))]
@@ -71,7 +68,7 @@ def run(config: Config, engine_module: str | None = None) -> int:
                 code = asyncio.run(serve(config, connections[0], listeners[0]))
             else:
                 code = front_workers.run(config, connections, listeners)
-            _leave_on_sigterm()  # serve drained on signals and has given them back
+            front_workers.leave_on_sigterm()  # serve drained on signals and has given them back
             if code == ExitCode.RANK_DIED:
                 for cause in _causes_of_death(engines):
                     log.error("%s", cause)
@@ -130,14 +127,13 @@ def _bind_sentence(host: str, port: int, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def _engines(config: Config, module: str) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[list[socket.socket]]]]:
-    """This host's engine processes in order of rank, and of each worker its sockets to them. On leaving, they are gone."""
+def _engines(config: Config, module: str) -> Iterator[tuple[_ByRank, list[list[socket.socket]]]]:
+    """This host's engine processes by rank, and of each worker its sockets to them. On leaving, they are gone."""
     with contextlib.ExitStack() as all_of_them:
-        processes, by_rank = [], []
+        processes, by_rank = {}, []
         with _seats(config) as seats:
             for seat in seats:
-                process, connections = all_of_them.enter_context(_engine(config, module, seat))
-                processes.append(process)
+                processes[seat.rank], connections = all_of_them.enter_context(_engine(config, module, seat))
                 by_rank.append(connections)
         try:
             yield processes, [list(of_worker) for of_worker in zip(*by_rank, strict=True)]
@@ -146,7 +142,7 @@ def _engines(config: Config, module: str) -> Iterator[tuple[list[subprocess.Pope
                 for connection in connections:
                     connection.close()
             deadline = time.monotonic() + _ENGINE_LEAVES_WITHIN
-            for rank, process in enumerate(processes):
+            for rank, process in processes.items():
                 _end(process, rank, deadline)
 
 
@@ -156,24 +152,11 @@ def _seats(config: Config) -> Iterator[list[Seat]]:
     if config.ep_size == 1:
         yield [ALONE]
         return
-    count = config.ep_size // config.nnodes
-    first = config.node_rank * count
-    one_host = config.nnodes == 1
-    address, port = ("127.0.0.1", 0) if one_host else (config.master_addr, config.master_port)
+    ranks = config.local_ranks
+    address, port = ("127.0.0.1", 0) if config.nnodes == 1 else (config.master_addr, config.master_port)
     with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(_meeting_point(address, port)) if first == 0 else None
-        port = port if listener is None else listener.getsockname()[1]
-        yield [
-            Seat(
-                rank=rank,
-                num_ranks=config.ep_size,
-                ranks_per_host=count,
-                address=address,
-                port=port,
-                listener=listener.fileno() if listener is not None and rank == 0 else None,
-            )
-            for rank in range(first, first + count)
-        ]
+        listener = opened.enter_context(_meeting_point(address, port)) if 0 in ranks else None
+        yield host_seats(ranks, config.ep_size, address, port, listener)
 
 
 def _meeting_point(address: str, port: int) -> socket.socket:
@@ -202,7 +185,7 @@ def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[s
                 env=engine_environment(config, seat) | told,
                 pass_fds=[*descriptors, *([] if seat.listener is None else [seat.listener])],
                 stdin=subprocess.DEVNULL,
-                preexec_fn=functools.partial(_die_with, os.getpid()),
+                preexec_fn=functools.partial(front_workers.die_with, os.getpid()),
                 process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
             )
         try:
@@ -211,20 +194,12 @@ def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[s
             yield process, connections
         finally:
             ours.close()
-            _end(process, seat.local_rank, time.monotonic() + _ENGINE_LEAVES_WITHIN)
+            _end(process, seat.rank, time.monotonic() + _ENGINE_LEAVES_WITHIN)
 
 
 def run_module(module: str, words: Sequence[str]) -> int:
     """A program of the engine's side, in a process and an environment like the engine's; its exit code."""
     return subprocess.run([sys.executable, "-P", "-m", module, *words], env=engine_environment(Config()), check=False).returncode
-
-
-def _die_with(front: int) -> None:
-    """Runs in the new process before exec: the kernel kills it when the front dies, from its first instruction on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != front:  # it died before the kernel was asked
-        os._exit(ExitCode.RANK_DIED)
 
 
 def _end(process: subprocess.Popen[bytes], rank: int, deadline: float) -> None:
@@ -239,9 +214,9 @@ def _end(process: subprocess.Popen[bytes], rank: int, deadline: float) -> None:
         log.info("engine %d (pid %d) was killed: it did not leave within %g s", rank, process.pid, _ENGINE_LEAVES_WITHIN)
 
 
-def _causes_of_death(engines: Sequence[subprocess.Popen[bytes]]) -> list[str]:
+def _causes_of_death(engines: _ByRank) -> list[str]:
     """Of engines that ended without a last word; those that only followed another's end are left out."""
-    causes = [(engine, _cause_of_death(engine, rank)) for rank, engine in enumerate(engines)]
+    causes = [(engine, _cause_of_death(engine, rank)) for rank, engine in engines.items()]
     own = [cause for engine, cause in causes if engine.returncode not in (ExitCode.OK, ExitCode.RANK_DIED)]
     return own or [cause for _, cause in causes]
 
@@ -261,15 +236,13 @@ def _cause_of_death(process: subprocess.Popen[bytes], rank: int = 0) -> str:
 
 def engine_environment(config: Config, seat: Seat = ALONE) -> dict[str, str]:
     """The engine's variables. Library paths must be there before exec: the dynamic linker reads them once."""
-    environment = (
-        kernel_cache_variables(config) | _shared_host_variables(seat) | dict(os.environ)
-    )  # what the person has set stays
+    environment = kernel_cache_variables(config) | _shared_host_variables(seat)
+    environment |= os.environ  # what the person has set stays
     # -P keeps the working directory, where anything may lie, out of the engine's imports; the package itself stays found.
     ours = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
     environment |= bytecode_variables(config)
-    folders = vendor_library_folders()
-    if folders:
+    if folders := vendor_library_folders():
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
     return environment
 
@@ -308,16 +281,6 @@ def vendor_library_folders() -> list[str]:
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     return [str(path) for root in roots for folder in _LIBRARY_FOLDERS if (path := Path(root) / folder).is_dir()]
-
-
-def _leave_on_sigterm() -> None:
-    """Before and after serving there is nothing to drain: SIGTERM leaves like an exception, through what ends the engine."""
-
-    def leave(_number: int, _frame: types.FrameType | None) -> None:
-        raise SystemExit(ExitCode.OK)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
 
 
 def _keep_standard_streams() -> None:

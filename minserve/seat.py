@@ -39,6 +39,13 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 ALONE = Seat()
 
 
+def host_seats(ranks: range, num_ranks: int, address: str, port: int, listener: socket.socket | None) -> list[Seat]:
+    """Of one host's ranks. `listener`: where all ranks meet, on the host of rank 0; its port counts then."""
+    port, descriptor = (port, None) if listener is None else (listener.getsockname()[1], listener.fileno())
+    own = Seat(num_ranks=num_ranks, ranks_per_host=len(ranks), address=address, port=port)
+    return [msgspec.structs.replace(own, rank=rank, listener=None if rank else descriptor) for rank in ranks]
+
+
 def encode(seat: Seat) -> str:
     return msgspec.json.encode(seat).decode()
 

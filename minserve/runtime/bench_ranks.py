@@ -22,24 +22,15 @@ _WATCHDOG_SECONDS = 300.0
 def spawn(program: Sequence[str], num_ranks: int) -> int:
     """Run `python PROGRAM` as each rank; the first exit code that is not 0. When one fails, all end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        seat = Seat(num_ranks=num_ranks, ranks_per_host=num_ranks, port=listener.getsockname()[1])
-        processes = []
-        for rank in range(num_ranks):
-            own = Seat(
-                rank=rank,
-                num_ranks=num_ranks,
-                ranks_per_host=num_ranks,
-                port=seat.port,
-                listener=listener.fileno() if rank == 0 else None,
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *program],
+                env=os.environ | {SEAT_VARIABLE: seats.encode(seat), "GLOO_SOCKET_IFNAME": "lo"},
+                pass_fds=[] if seat.listener is None else [seat.listener],
+                stdout=None if seat.rank == 0 else subprocess.DEVNULL,
             )
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *program],
-                    env=os.environ | {SEAT_VARIABLE: seats.encode(own), "GLOO_SOCKET_IFNAME": "lo"},
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    stdout=None if rank == 0 else subprocess.DEVNULL,
-                )
-            )
+            for seat in seats.host_seats(range(num_ranks), num_ranks, "127.0.0.1", 0, listener)
+        ]
     try:
         while any(process.poll() is None for process in processes):
             if failed := [process.returncode for process in processes if process.returncode]:

@@ -6,13 +6,9 @@ Knows framing and sockets; nothing of what messages mean.
 from __future__ import annotations
 
 import collections
-import contextlib
-import ctypes
 import os
 import select
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -38,7 +34,6 @@ _RECEIVE_BYTES = 1 << 20
 _SHUTDOWN = encode_body(Shutdown())
 _PULSE_SECONDS = 0.5
 """A worker without requests hears this often how the engine is while others have some."""
-_PR_SET_PDEATHSIG = 1
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a dead peer shows as POLLHUP alone
 
 
@@ -162,10 +157,10 @@ class FrontConnection:
         self._spoke_at[number] = time.monotonic()
 
     def leave_with_front(self) -> None:
-        """From now on the front's death ends this process at once, wherever it is: loading, in a long step, or stuck."""
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError, AttributeError):  # the socket tells it as well
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        """From now on the end of a socket ends this process at once, wherever it is: loading, in a long step, or waiting.
+
+        The kernel kills it with the front, too, even when it hears nothing: launch has asked for that.
+        """
         for number in range(len(self._workers)):
             threading.Thread(target=self._watch, args=(number,), name="front-watch", daemon=True).start()
 

@@ -53,7 +53,8 @@ async def serve(
     `worker` is this process's number among `config.front_workers` on one port, `siblings` the others. Raises CheckpointError or
     UsageError when the tokenizer cannot be loaded.
     """
-    front = Front(config, EnginePool(len(engine_sockets), config.max_queued_requests, worker, config.front_workers), siblings)
+    engines = EnginePool(config.local_ranks, config.max_queued_requests, worker, config.front_workers)
+    front = Front(config, engines, siblings)
     slow_readers = SlowReaders()
     url = _url(config.host, listen_socket.getsockname()[1])
     try:

@@ -75,20 +75,18 @@ class _Live(NamedTuple):
 
 
 class EnginePool:
-    """The engines of this front. Requests are live from `submit` until their last output, `finish` or `abort`.
+    """The engines of this front, named by their ranks. Requests are live from `submit` until their last output, `finish` or
+    `abort`.
 
     Of several workers each admits its share, and takes ids that leave its number as the rest when divided by `num_workers`.
     """
 
-    def __init__(self, num_engines: int, max_queued_requests: int, worker: int = 0, num_workers: int = 1) -> None:
-        def client(rank: int) -> EngineClient:
-            return EngineClient(rank, self._on_outputs, self.lose, itertools.count(worker, num_workers))
-
-        self.engines = [client(rank) for rank in range(num_engines)]
+    def __init__(self, ranks: range, max_queued_requests: int, worker: int = 0, num_workers: int = 1) -> None:
+        self.engines = [EngineClient(rank, self._on_outputs, self.lose, itertools.count(worker, num_workers)) for rank in ranks]
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
         """Done when an engine ended that was not told to."""
         self.worker = worker
-        self._balancer = Balancer(num_engines)
+        self._balancer = Balancer(len(ranks))
         self._num_workers = num_workers
         self._max_queued = max(1, max_queued_requests // num_workers)
         self._live: dict[int, _Live] = {}

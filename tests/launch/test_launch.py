@@ -98,6 +98,14 @@ def test_the_cause_of_death_names_the_signal(tmp_path: Path, fake_engine: str) -
         assert launch._cause_of_death(process).startswith(f"engine 0 (pid {process.pid}) was killed by SIGKILL")
 
 
+def test_a_later_host_names_its_engines_by_their_rank_in_the_group(tmp_path: Path, fake_engine: str) -> None:
+    (tmp_path / "fake_engine.py").write_text("import os, sys; sys.exit('\"rank\":9' in os.environ['MINSERVE_ENGINE_SEAT'])")
+    second = Config(ep_size=12, nnodes=3, node_rank=2)
+    with launch._engines(second, fake_engine) as (engines, _):
+        assert list(engines) == [8, 9, 10, 11]
+        assert launch._causes_of_death(engines) == [f"engine 9 (pid {engines[9].pid}) ended with exit code 1"]
+
+
 def test_vendor_libraries_are_found_where_their_packages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("nvshmem/lib", "nccl/lib", "cublas/lib"):
         (tmp_path / "nvidia" / folder).mkdir(parents=True)

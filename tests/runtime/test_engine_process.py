@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 from runtime.front_double import EngineProcess, FrontDouble
+from waiting import PATIENCE
 
 from minserve import config as configuration
 from minserve.config import Config
@@ -172,7 +173,7 @@ def test_the_front_leaves_while_a_step_runs(tiny_dir):
         engine.wait_until_ready()
         engine.ask(greedy(1, random.Random(0).choices(range(250), k=1900), 100))
         engine.connection.close()
-        assert engine.exit_code(10) == 6
+        assert engine.exit_code() == 6
 
 
 FRONT = """
@@ -201,8 +202,8 @@ def test_kill_minus_nine_of_the_front_takes_a_busy_engine_with_it(tiny_dir):
     for _ in range(20):  # phases of the start, then steps
         assert front.stdout.readline() == "heard\n"
     front.kill()
-    front.wait(10)
-    engine.wait(10)
+    front.wait(PATIENCE)
+    engine.wait(PATIENCE)
     front.stdout.close()
 
 
@@ -225,7 +226,7 @@ def test_a_process_busy_in_its_start_hears_that_the_front_is_gone():
         )
     assert child.stdout.readline() == "guarded\n"
     ours.close()
-    assert child.wait(10) == 6
+    assert child.wait(PATIENCE) == 6
     child.stdout.close()
 
 
@@ -243,11 +244,13 @@ def test_an_engine_that_does_not_hear_the_socket_dies_with_the_front_too():
     )
     parent = textwrap.dedent(
         f"""
-        import socket, subprocess, sys
+        import functools, os, socket, subprocess, sys
+        from minserve.front_workers import die_with
         ours, theirs = socket.socketpair()
         other = theirs.dup()  # keeps the stream open: no EOF tells the child
         child = subprocess.Popen([sys.executable, "-c", {probe!r}, str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), ours.fileno()], stdout=subprocess.PIPE, text=True)
+            pass_fds=[theirs.fileno(), ours.fileno()], stdout=subprocess.PIPE, text=True,
+            preexec_fn=functools.partial(die_with, os.getpid()))
         child.stdout.readline()
         print(child.pid, flush=True)
         child.wait()
@@ -256,6 +259,6 @@ def test_an_engine_that_does_not_hear_the_socket_dies_with_the_front_too():
     front = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(front.stdout.readline()))
     front.kill()
-    front.wait(10)
-    child.wait(10)
+    front.wait(PATIENCE)
+    child.wait(PATIENCE)
     front.stdout.close()
