@@ -29,7 +29,7 @@ from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.load_report import gigabytes
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
-from minserve.models.safetensors_header import StoredTensor, read_header
+from minserve.models.safetensors_header import read_header
 from minserve.models.tensor_names import named
 from minserve.models.weight_reader import WeightReader
 from minserve.models.weights import LoadProof, compare_tied_head, prove_load
@@ -153,7 +153,8 @@ def check(directory: Path, manifest: Path | None, new_manifest: Path | None) -> 
     blobs = blob_names(directory)
     by_tensor = expected is not None or new_manifest is not None
     lines = [f"checked    {directory}", f"files      {len(checkpoint.files):,}, whole to the byte"]
-    lines += [f"model      {architecture}: {len(proof.sources):,} tensors, {_bytes_of(proof)} fill every parameter exactly once"]
+    size = gigabytes(sum(tensor.num_bytes for tensor in proof.sources.values()))
+    lines += [f"model      {architecture}: {len(proof.sources):,} tensors, {size} fill every parameter exactly once"]
     kinds = checkpoint.formats.count(proof.sources)
     lines += [f"formats    {', '.join(f'{count:,} {kind}' for kind, count in sorted(kinds.items()))}"]
     lines += [f"skipped    {left.tensors:,} tensors, {gigabytes(left.bytes)}: {why}" for why, left in proof.skipped.items()]
@@ -211,7 +212,7 @@ def _hash_file(path: Path, on_bytes: Callable[[int], None], by_tensor: bool) -> 
                 own = hashlib.sha256()
                 if _digest(file, tensor.num_bytes, whole, own, buffer, on_bytes):
                     raise CheckpointError(f"{path}: {tensor.name} was cut short while it was read")
-                entries[tensor.name] = _entry(tensor, own.hexdigest())
+                entries[tensor.name] = ManifestEntry(tensor.dtype, list(tensor.shape), tensor.num_bytes, own.hexdigest())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return whole.hexdigest(), entries
@@ -238,10 +239,6 @@ def _digest(
     return count
 
 
-def _entry(tensor: StoredTensor, digest: str) -> ManifestEntry:
-    return ManifestEntry(tensor.dtype, list(tensor.shape), tensor.num_bytes, digest)
-
-
 def _difference(expected: ManifestEntry, actual: ManifestEntry) -> str:
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
         return f"{actual.dtype} {actual.shape} and not {expected.dtype} {expected.shape}"
@@ -259,10 +256,6 @@ def _git_sha1(path: Path) -> str:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _bytes_of(proof: LoadProof) -> str:
-    return gigabytes(sum(tensor.num_bytes for tensor in proof.sources.values()))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from torch import Tensor
 
-from minserve.models.formats import Format
+from minserve.models.formats import Format, Formats, stored_names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,3 +23,11 @@ class Destination:
     target: Tensor
     widen_from: Format = "plain"
     """How the weight is stored; what the loader multiplies out. plain copies the tensor of this name as it is."""
+
+
+def weight_destinations(name: str, values: Tensor, scale: Tensor | None, formats: Formats) -> Iterator[Destination]:
+    """Of a weight that keeps its stored format in `values` and `scale`, or is plain in `values`, widened if need be."""
+    if scale is None:
+        yield Destination(name, values, formats.of(name))
+    else:
+        yield from map(Destination, stored_names(name, formats.of(name)), (values, scale))

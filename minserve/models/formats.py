@@ -33,6 +33,8 @@ class Layout:
     packed: int = 1
     """Values along K in one element."""
     title: str = "plain"
+    group: int = 1
+    """Values along K that share one scale, where each row has its own."""
 
 
 LAYOUTS: Mapping[Format, Layout] = {
@@ -40,14 +42,20 @@ LAYOUTS: Mapping[Format, Layout] = {
     # Despite the name the factor multiplies: W = weight * scale_inv.
     "fp8_block": Layout("", ("_scale_inv",), 1, "FP8"),
     # compressed-tensors "pack-quantized": eight values plus 8 in an int32, the lowest nibble first.
-    "int4_group": Layout("_packed", ("_scale",), 8, "INT4"),
+    "int4_group": Layout("_packed", ("_scale",), 8, "INT4", INT4_GROUP),
     # modelopt: two e2m1 values in a byte, the low nibble first; W = value * scale * scale_2.
-    "nvfp4": Layout("", ("_scale", "_scale_2"), 2, "NVFP4"),
+    "nvfp4": Layout("", ("_scale", "_scale_2"), 2, "NVFP4", NVFP4_GROUP),
 }
 PACKED_SHAPE = "_shape"
 """`x.weight_shape` holds [N, K] of an INT4 weight."""
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
+_COMPANIONS: Mapping[Format, Mapping[str, frozenset[str]]] = {
+    "fp8_block": {"_scale_inv": _FLOATS},
+    "int4_group": {"_scale": _FLOATS, PACKED_SHAPE: frozenset({"I32", "I64"})},
+    "nvfp4": {"_scale": frozenset({"F8_E4M3"}), "_scale_2": frozenset({"F32"})},
+}
+"""The tensors beside the values of a quantised weight, and their types."""
 _EXTENSIONS = ("_scale_inv", "_scale", "_scale_2", PACKED_SHAPE)
 _FOREIGN_LEAVES = {
     "qweight": "GPTQ or AWQ",
@@ -135,67 +143,33 @@ def _refuse_orphans(tensors: Mapping[str, StoredTensor], quantized: Mapping[str,
     raise CheckpointError(f"{named(orphans)}: without a quantised weight beside it")
 
 
-def _prove_fp8(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    weight = tensors[name]
-    scale = _companion(name, "_scale_inv", "fp8_block", tensors, _FLOATS)
-    _prove_scale(weight, scale, (blocks(weight.shape[0]), blocks(weight.shape[1])), f"blocks of {BLOCK}")
-
-
-def _prove_int4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    weight = tensors[f"{name}_packed"]
-    if weight.dtype != "I32":
-        raise CheckpointError(f"{weight}: packed weights of this dtype are not supported, only INT4 in I32")
-    scale = _companion(name, "_scale", "int4_group", tensors, _FLOATS)
-    columns = weight.shape[1] * LAYOUTS["int4_group"].packed
-    _prove_groups(weight, columns, INT4_GROUP)
-    _prove_scale(weight, scale, (weight.shape[0], columns // INT4_GROUP), f"groups of {INT4_GROUP}")
-    shape = _companion(name, PACKED_SHAPE, "int4_group", tensors, frozenset({"I32", "I64"}))
-    _prove_scale(weight, shape, (2,), "[rows, columns]")
-
-
-def _prove_nvfp4(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    weight = tensors[name]
-    scale = _companion(name, "_scale", "nvfp4", tensors, frozenset({"F8_E4M3"}))
-    columns = weight.shape[1] * LAYOUTS["nvfp4"].packed
-    _prove_groups(weight, columns, NVFP4_GROUP)
-    _prove_scale(weight, scale, (weight.shape[0], columns // NVFP4_GROUP), f"groups of {NVFP4_GROUP}")
-    scalar = _companion(name, "_scale_2", "nvfp4", tensors, frozenset({"F32"}))
-    if scalar.shape not in ((), (1,)):
-        raise CheckpointError(f"{scalar}: one number is expected")
-
-
-_PROOFS: Mapping[Format, Callable[[str, Mapping[str, StoredTensor]], None]] = {
-    "fp8_block": _prove_fp8, "int4_group": _prove_int4, "nvfp4": _prove_nvfp4,
-}  # fmt: skip
-
-
 def _fault(name: str, kind: Format, tensors: Mapping[str, StoredTensor]) -> str | None:
-    try:
-        _PROOFS[kind](name, tensors)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _companion(
-    name: str, extension: str, kind: Format, tensors: Mapping[str, StoredTensor], dtypes: frozenset[str]
-) -> StoredTensor:
-    weight, title = tensors[name + LAYOUTS[kind].values], LAYOUTS[kind].title
-    found = tensors.get(name + extension)
-    if found is None:
-        raise CheckpointError(f"{weight}: {title} without its {name}{extension}")
+    """What is wrong with the tensors of a quantised weight."""
+    layout, companions = LAYOUTS[kind], _COMPANIONS[kind]
+    weight = tensors[name + layout.values]
+    if kind == "int4_group" and weight.dtype != "I32":
+        return f"{weight}: packed weights of this dtype are not supported, only INT4 in I32"
+    for extension in companions:
+        if name + extension not in tensors:
+            return f"{weight}: {layout.title} without its {name}{extension}"
     if len(weight.shape) != 2:
-        raise CheckpointError(f"{weight}: {title} is known for matrices only")
-    if found.dtype not in dtypes:
-        raise CheckpointError(f"{found}: its dtype must be {' or '.join(sorted(dtypes))}")
-    return found
-
-
-def _prove_groups(weight: StoredTensor, columns: int, group: int) -> None:
-    if columns % group:
-        raise CheckpointError(f"{weight}: {columns} columns are not whole groups of {group}")
-
-
-def _prove_scale(weight: StoredTensor, scale: StoredTensor, expected: tuple[int, ...], what: str) -> None:
-    if scale.shape != expected:
-        raise CheckpointError(f"{scale}: {weight.name} {list(weight.shape)} in {what} needs the shape {list(expected)}")
+        return f"{weight}: {layout.title} is known for matrices only"
+    rows, columns = weight.shape[0], weight.shape[1] * layout.packed
+    if columns % layout.group:
+        return f"{weight}: {columns} columns are not whole groups of {layout.group}"
+    for extension, dtypes in companions.items():
+        tensor = tensors[name + extension]
+        if tensor.dtype not in dtypes:
+            return f"{tensor}: its dtype must be {' or '.join(sorted(dtypes))}"
+        if extension == "_scale_2":
+            if tensor.shape not in ((), (1,)):
+                return f"{tensor}: one number is expected"
+            continue
+        shape, what = [rows, columns // layout.group], f"groups of {layout.group}"
+        if extension == PACKED_SHAPE:
+            shape, what = [2], "[rows, columns]"
+        elif kind == "fp8_block":
+            shape, what = [blocks(rows), blocks(columns)], f"blocks of {BLOCK}"
+        if list(tensor.shape) != shape:
+            return f"{tensor}: {weight.name} {list(weight.shape)} in {what} needs the shape {shape}"
+    return None

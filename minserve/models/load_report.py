@@ -23,20 +23,20 @@ class LoadReport:
 
     directory: Path | None
     """None for random weights."""
-    files: int
-    tensors: int
+    files: int = 0
+    tensors: int = 0
     """Checkpoint tensors read, scales included."""
-    bytes_read: int
-    bytes_written: int
+    bytes_read: int = 0
+    bytes_written: int = 0
     """Size of the parameters, each byte written exactly once."""
-    formats: Mapping[Format, int]
+    formats: Mapping[Format, int] = dataclasses.field(default_factory=dict)
     """Read weights by storage format."""
-    dequantized: int
+    dequantized: int = 0
     """Weights widened at load."""
-    skipped: Mapping[str, Skipped]
+    skipped: Mapping[str, Skipped] = dataclasses.field(default_factory=dict)
     """By reason."""
-    notes: tuple[str, ...]
-    seconds: float
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def gb_per_second(self) -> float:

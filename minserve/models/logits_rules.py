@@ -14,11 +14,6 @@ _MASS_UNIT = 2.0**36
 _ALL = (1 << 63) - 1
 
 
-def add_sparse(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """Adds values [N, K] at token_ids int64 [N, K] to logits [N, V] in place; unused entries are (0, 0.0)."""
-    logits.scatter_add_(1, token_ids, values)
-
-
 def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
     """int32 [N, W], bit i of word w for the id 32 w + i -> bool [N, V]."""
     octets = words.view(torch.uint8).unsqueeze(-1)

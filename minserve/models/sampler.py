@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minserve.models.logits_rules import add_sparse, lowest_kept, penalize, unpack_mask
+from minserve.models.logits_rules import lowest_kept, penalize, unpack_mask
 from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -155,8 +155,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, T
     additions = reals[:, _NUM_REALS:]
     banning = output_index.unsqueeze(1) < integers[:, _MIN_TOKENS : _MIN_TOKENS + 1]
     additions[:, MAX_LOGIT_BIAS:].masked_fill_(~banning, 0.0)
-    values = logits.clone()
-    add_sparse(values, integers[:, _NUM_INTEGERS:], additions)
+    values = logits.scatter_add(1, integers[:, _NUM_INTEGERS:], additions)  # unused entries are (0, 0.0)
     values = penalize(
         values, state.token_counts[slots], state.in_prompt[slots], real(_REPETITION), real(_FREQUENCY), real(_PRESENCE)
     )

@@ -149,16 +149,12 @@ class WeightReader:
         """`device` has the targets. For a GPU memory begins to be pinned at once, beside what the caller does next."""
         threads = threads or min(CPU_THREADS if device.type == "cpu" else GPU_THREADS, max(2, os.cpu_count() or 1))
         self._device = device
-        self._open_files = contextlib.ExitStack()
         self._descriptors = {}
-        try:
+        with contextlib.ExitStack() as open_files:
             for path in files:
-                descriptor = _opened(path)
-                self._open_files.callback(os.close, descriptor)
-                self._descriptors[path] = descriptor
-        except BaseException:
-            self._open_files.close()
-            raise
+                self._descriptors[path] = _opened(path)
+                open_files.callback(os.close, self._descriptors[path])
+            self._open_files = open_files.pop_all()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
         self._idle = deque(_Staging(device.type == "cuda") for _ in range(threads + SPARE_BUFFERS))
         if device.type == "cuda":

@@ -89,14 +89,6 @@ class LocalDispatcher:
         return output
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Gathered:
-    """What a combine must know of its dispatch."""
-
-    num_tokens: int
-    rows_per_rank: int
-
-
 class TorchDispatcher:
     """Every rank gets every rank's tokens, computes what its own experts add, and hands each rank its tokens' sums.
 
@@ -123,10 +115,7 @@ class TorchDispatcher:
     ) -> Dispatched:
         """Raises ValueError when there are more tokens than `rows_per_rank`; padding rows have no slot and cost no product."""
         del num_tokens  # the router gave padding the slot -1
-        count = hidden.shape[0]
-        rows = count if rows_per_rank is None else rows_per_rank
-        if count > rows:
-            raise ValueError(f"{count} tokens do not fit in the {rows} rows that the ranks agreed on")
+        count, rows = hidden.shape[0], _agreed_rows(hidden, rows_per_rank)
         # One message instead of several: ids, weights and rows as bytes behind each other.
         quantised = (hidden,) if self.quantize is None else self.quantize(hidden)
         parts = [_padded(slot_ids, rows, -1), _padded(weights, rows, 0), *(_padded(part, rows, 0) for part in quantised)]
@@ -144,16 +133,16 @@ class TorchDispatcher:
         all_slots, all_weights, all_hidden, *scale = unpacked
         local = all_slots - self._first_slot
         local = torch.where((local >= 0) & (local < self._slots_per_rank), local, -1)
-        return Dispatched(FlatTokens(all_hidden, local, all_weights, *scale), _Gathered(count, rows))
+        return Dispatched(FlatTokens(all_hidden, local, all_weights, *scale), (count, rows))
 
     def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
-        handle: _Gathered = dispatched.handle
+        num_tokens, rows = dispatched.handle
         sent = output.contiguous().to(self._through or output.device)
         partial = torch.empty_like(sent)
         with _failures_named():
             torch.distributed.all_to_all_single(partial, sent, group=self._group)
-        of_ranks = partial.to(output.device).view(self._num_ranks, handle.rows_per_rank, output.shape[1])
-        return of_ranks[:, : handle.num_tokens].sum(0, dtype=torch.float32).to(output.dtype)
+        of_ranks = partial.to(output.device).view(self._num_ranks, rows, output.shape[1])
+        return of_ranks[:, :num_tokens].sum(0, dtype=torch.float32).to(output.dtype)
 
 
 class ExchangeBuffer(Protocol):
@@ -190,9 +179,7 @@ class DeepEPDispatcher:
     ) -> Dispatched:
         """Raises ValueError when there are more tokens than the ranks agreed on."""
         del num_tokens  # the router gave padding the slot -1
-        rows = hidden.shape[0] if rows_per_rank is None else rows_per_rank
-        if hidden.shape[0] > rows:
-            raise ValueError(f"{hidden.shape[0]} tokens do not fit in the {rows} rows that the ranks agreed on")
+        rows = _agreed_rows(hidden, rows_per_rank)
         if rows <= self.low_latency_rows:
             x, scale, counts, handle = self._buffer.low_latency_dispatch(hidden, slot_ids, fp8=self.quantize is not None)
             return Dispatched(MaskedTokens(x, counts, scale), (weights, handle))
@@ -245,6 +232,13 @@ def _failures_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveFailed(str(error)) from error
+
+
+def _agreed_rows(hidden: Tensor, rows_per_rank: int | None) -> int:
+    rows = hidden.shape[0] if rows_per_rank is None else rows_per_rank
+    if hidden.shape[0] > rows:
+        raise ValueError(f"{hidden.shape[0]} tokens do not fit in the {rows} rows that the ranks agreed on")
+    return rows
 
 
 def _padded(values: Tensor, rows: int, filling: int) -> Tensor:

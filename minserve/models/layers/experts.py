@@ -11,11 +11,13 @@ from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.reference import widen
 from minserve.models.build_context import BuildContext
 from minserve.models.config_types import MoeConfig
-from minserve.models.destinations import Destination
-from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks, stored_names
+from minserve.models.destinations import Destination, weight_destinations
+from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks
 from minserve.models.layers.dispatcher import FlatTokens, MaskedTokens
 from minserve.models.layers.linear import GatedMLP, Linear, parameter
 from minserve.models.layers.placement import ExpertPlacement
+
+_PARTS = ("gate", "up", "down")
 
 
 class Experts(nn.Module):
@@ -37,7 +39,8 @@ class Experts(nn.Module):
         self.formats = build.formats
         self.placement = build.placement_of(prefix) or ExpertPlacement.identity(config.num_experts)
         self.intermediate_size = width = config.intermediate_size
-        kept = build.kept_format(self._names())
+        experts = range(config.num_experts)
+        kept = build.kept_format([f"{prefix}.{expert}.{part}_proj.weight" for expert in experts for part in _PARTS])
         self.kept: Format = "plain" if kept == "fp8_block" and width % BLOCK else kept
         count = self.placement.slots_per_rank
         self.w13, self.w13_scale = self._matrices(count, 2 * width, hidden_size, build)
@@ -117,19 +120,14 @@ class Experts(nn.Module):
             self.load.scatter_add_(0, slots, torch.ones_like(slots))
         return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights, *scale)
 
-    def _names(self) -> list[str]:
-        experts = range(self.placement.num_experts)
-        return [f"{self.prefix}.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")]
-
     def destinations(self) -> Iterator[Destination]:
-        width = self.intermediate_size
-        half = 0 if self.w13_scale is None else self.w13_scale.shape[1] // 2
         for slot, expert in enumerate(self.placement.local_experts):
-            gate, up, down = (f"{self.prefix}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
-            s13, s2 = (None if scale is None else scale[slot] for scale in (self.w13_scale, self.w2_scale))
-            yield from self._places(gate, self.w13[slot, :width], None if s13 is None else s13[:half])
-            yield from self._places(up, self.w13[slot, width:], None if s13 is None else s13[half:])
-            yield from self._places(down, self.w2[slot], s2)
+            values = (*self.w13[slot].chunk(2), self.w2[slot])
+            scales: tuple[Tensor | None, ...] = (None, None, None)
+            if self.w13_scale is not None and self.w2_scale is not None:
+                scales = (*self.w13_scale[slot].chunk(2), self.w2_scale[slot])
+            for part, value, scale in zip(_PARTS, values, scales, strict=True):
+                yield from weight_destinations(f"{self.prefix}.{expert}.{part}_proj.weight", value, scale, self.formats)
 
     def ignored(self, name: str) -> str | None:
         """Why this rank leaves a checkpoint tensor of these experts on disk; None: it does not."""
@@ -147,11 +145,3 @@ class Experts(nn.Module):
         for expert, count in zip(self.placement.local_experts, self.load[1:].tolist(), strict=False):  # then appended slots
             counts[expert] = count
         return counts
-
-    def _places(self, name: str, values: Tensor, scale: Tensor | None) -> Iterator[Destination]:
-        if scale is None:
-            yield Destination(name, values, self.formats.of(name))
-        else:
-            stored_values, stored_scale = stored_names(name, self.kept)
-            yield Destination(stored_values, values)
-            yield Destination(stored_scale, scale)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from minserve.kernels.interface import LinearWeight
 from minserve.models.build_context import BuildContext
-from minserve.models.destinations import Destination
-from minserve.models.formats import BLOCK, blocks, stored_names
+from minserve.models.destinations import Destination, weight_destinations
+from minserve.models.formats import BLOCK, blocks
 
 
 def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -63,12 +63,8 @@ class Linear(nn.Module):
         start = 0
         for part in self.parts:
             end = start + part.rows
-            if self.scale is None:
-                yield Destination(part.weight, self.weight[start:end], self.formats.of(part.weight))
-            else:
-                values, scale = stored_names(part.weight, "fp8_block")
-                yield Destination(values, self.weight[start:end])
-                yield Destination(scale, self.scale[start // BLOCK : blocks(end)])
+            scale = None if self.scale is None else self.scale[start // BLOCK : blocks(end)]
+            yield from weight_destinations(part.weight, self.weight[start:end], scale, self.formats)
             if self.bias is not None:
                 yield Destination(f"{part.name}.bias", self.bias[start:end])
             start = end

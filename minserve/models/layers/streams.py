@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -52,13 +52,10 @@ class CudaLanes:
         return event
 
     @contextlib.contextmanager
-    def _on_alt(self, fork: torch.cuda.Event) -> Any:
+    def alt(self, fork: torch.cuda.Event) -> Iterator[None]:
         self._alt.wait_event(fork)
         with torch.cuda.stream(self._alt):
             yield
-
-    def alt(self, fork: torch.cuda.Event) -> contextlib.AbstractContextManager[None]:
-        return self._on_alt(fork)
 
     def join(self) -> None:
         torch.cuda.current_stream(self._alt.device).wait_stream(self._alt)
