@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from minserve import __version__
@@ -16,12 +17,12 @@ from minserve import config as configuration
 from minserve.messages import Call, encode_body
 from minserve.server import metrics, openai
 from minserve.server.api_errors import ApiError, bad_request, unavailable
-from minserve.server.fields import Fields, decode_object
+from minserve.server.fields import RawFields, Reader, decode_object, decode_value
 from minserve.server.front import Front
 from minserve.server.generate import INLINE_BYTES
 from minserve.server.generation import LoadedModel
 from minserve.server.http import MODELS, BodyReader, Exchange
-from minserve.server.options import token_ids
+from minserve.server.options import check_vocabulary, unknown_model
 from minserve.server.prompts import render
 
 TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
@@ -29,6 +30,26 @@ TOKENIZED_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
 
 _SCRAPE_WAITS = 1.0
 """Seconds that /metrics gives engines for what only they know."""
+
+
+class _TokenizeFields(msgspec.Struct):
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class _DetokenizeFields(msgspec.Struct):
+    tokens: list[int] | None = None
+    skip_special_tokens: bool = False
+
+
+class _AbortFields(msgspec.Struct):
+    request_id: str | None = None
+    rid: str | None = None
+    abort_all: bool = False
+
+
+_tokenize, _detokenize, _abort = Reader(_TokenizeFields), Reader(_DetokenizeFields), Reader(_AbortFields)
 
 
 class AdminEndpoints:
@@ -78,28 +99,15 @@ class AdminEndpoints:
     async def model(self, exchange: Exchange) -> web.StreamResponse:
         model, name = self._front.loaded(), exchange.path.removeprefix(MODELS)
         if name not in model.facts.names:
-            raise openai.unknown_model(name, model.facts)
+            raise unknown_model(name, model.facts)
         return exchange.json(_card(model, name))
 
     async def server_info(self, exchange: Exchange) -> web.StreamResponse:
         """The effective settings, and of each rank what it said at its start and what it says now."""
         model = self._front.loaded()
         now = await self._front.engines.call_all("server_info")
-        ranks = [
-            {
-                "rank": rank,
-                "model_type": ready.model_type,
-                "vocab_size": ready.vocab_size,
-                "max_model_len": ready.max_model_len,
-                "max_num_seqs": ready.max_num_seqs,
-                "num_pages": ready.num_pages,
-                "page_size": ready.page_size,
-                "startup_seconds": ready.startup_seconds,
-                "info": ready.info,
-                "now": live,
-            }
-            for rank, (ready, live) in enumerate(zip(model.ranks, now, strict=True))
-        ]
+        told = zip(model.ranks, now, strict=True)
+        ranks = [{"rank": rank, **msgspec.structs.asdict(ready), "now": live} for rank, (ready, live) in enumerate(told)]
         settings = configuration.printable(self._front.config)
         answer = {"version": __version__, "phase": self._front.phase, "config": settings, "ranks": ranks}
         return exchange.json({**answer, "context_length": model.facts.context_length, "served": model.facts.names})
@@ -107,11 +115,14 @@ class AdminEndpoints:
     async def tokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`{"prompt"}` or `{"messages"}` to `{"tokens", "count", "max_model_len"}`."""
 
-        def work(fields: Fields, model: LoadedModel) -> dict[str, Any]:
-            text = _text_to_tokenize(fields, model)
-            _check_size(text, model, "messages" if fields.has("messages") else "prompt")
-            tokens = model.tokenizer.encode(text, fields.boolean("add_special_tokens", True))
-            strings = list(map(model.tokenizer.token_text, tokens)) if fields.boolean("return_token_strs", False) else None
+        def work(fields: RawFields, model: LoadedModel) -> dict[str, Any]:
+            asked, param = _tokenize.read(fields), "messages" if "messages" in fields else "prompt"
+            text = render(openai.parse_conversation(fields), model) if param == "messages" else asked.prompt
+            if text is None:
+                raise bad_request("prompt or messages is required", "prompt")
+            _check_size(text, model, param)
+            tokens = model.tokenizer.encode(text, asked.add_special_tokens)
+            strings = list(map(model.tokenizer.token_text, tokens)) if asked.return_token_strs else None
             return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts.context_length, "token_strs": strings}
 
         return await self._worked(exchange, work)
@@ -119,16 +130,16 @@ class AdminEndpoints:
     async def detokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`{"tokens"}` to `{"prompt"}`."""
 
-        def work(fields: Fields, model: LoadedModel) -> dict[str, Any]:
-            raw = fields.raw("tokens")
-            if raw is None:
+        def work(fields: RawFields, model: LoadedModel) -> dict[str, Any]:
+            asked = _detokenize.read(fields)
+            if asked.tokens is None:
                 raise bad_request("tokens is required", "tokens")
-            tokens = token_ids(raw, "tokens", model.facts)
-            return {"prompt": model.tokenizer.decode(tokens, fields.boolean("skip_special_tokens", False))}
+            check_vocabulary(asked.tokens, "tokens", model.facts)
+            return {"prompt": model.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
         return await self._worked(exchange, work)
 
-    async def _worked(self, exchange: Exchange, work: Callable[[Fields, LoadedModel], dict[str, Any]]) -> web.StreamResponse:
+    async def _worked(self, exchange: Exchange, work: Callable[[RawFields, LoadedModel], dict[str, Any]]) -> web.StreamResponse:
         """What is made of a body's fields, of a large one in a thread."""
         model = self._front.loaded()
         async with self._bodies.body(exchange.request) as body:
@@ -140,11 +151,11 @@ class AdminEndpoints:
         """Ends answers by `request_id` (an answer's id, or the x-request-id it was asked with), or all with `abort_all`."""
         self._front.loaded()
         async with self._bodies.body(exchange.request) as body:
-            fields = decode_object(body)
-        wanted = fields.string("request_id") or fields.string("rid")
-        if not (everything := fields.boolean("abort_all", False)) and wanted is None:
+            asked = _abort.read(decode_object(body))
+        wanted = asked.request_id if asked.request_id is not None else asked.rid
+        if wanted is None and not asked.abort_all:
             raise bad_request("request_id is required", "request_id")
-        wanted = None if everything else wanted
+        wanted = None if asked.abort_all else wanted
         elsewhere = await self._front.siblings.ask("abort", wanted)
         return exchange.json({"aborted": self._front.abort(wanted) + sum(map(int, elsewhere))})
 
@@ -156,7 +167,8 @@ class AdminEndpoints:
             arguments: dict[str, Any] = {}
             if exchange.request.body_exists:
                 async with self._bodies.body(exchange.request) as body:
-                    arguments = decode_object(body).values() if body.strip() else {}
+                    if body.strip() and decode_object(body):
+                        arguments = decode_value(body, "body")
             _check_sendable(method, arguments)
             return exchange.json({"success": True, "ranks": await self._front.engines.call_all(method, arguments)})
 
@@ -180,15 +192,6 @@ def _card(model: LoadedModel, name: str) -> dict[str, Any]:
         "root": model.facts.root,
         "max_model_len": model.facts.context_length,
     }
-
-
-def _text_to_tokenize(fields: Fields, model: LoadedModel) -> str:
-    if fields.has("messages"):
-        return render(openai.parse_conversation(fields), model)
-    prompt = fields.string("prompt")
-    if prompt is None:
-        raise bad_request("prompt or messages is required", "prompt")
-    return prompt
 
 
 def _check_size(text: str, model: LoadedModel, param: str) -> None:

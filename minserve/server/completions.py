@@ -46,7 +46,7 @@ class CompletionWriter:
         self._generation = generation
         self._options = options
         self._shape = shape
-        self._logprobs = LogprobFormat(generation.model.tokenizer, tokens_as_ids=options.tokens_as_ids)
+        self._logprobs = LogprobFormat(generation.model.tokenizer, tokens_as_ids=options.asked.return_tokens_as_token_ids)
         self._collected: list[list[Piece]] = [[] for _ in generation.choices]
         self._echoed: dict[int, int] = {}  # choices that were opened, and the characters echoed before them
         head = {"id": generation.id, "object": shape.chunk_object, "created": generation.created, "model": options.model}
@@ -54,9 +54,9 @@ class CompletionWriter:
         self._opens = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(generation.choices))]
         self._text_opens = [opened + shape.text_open for opened in self._opens]
         self._text_close = shape.text_close + b',"logprobs":null,"finish_reason":null}]'
-        self._text_close += b',"usage":null}\n\n' if options.include_usage else b"}\n\n"
-        self._bare = options.logprobs is None and not options.return_token_ids  # nothing rides on a piece of text
-        self._bare_chunks = self._bare and not options.continuous_usage
+        self._text_close += b',"usage":null}\n\n' if options.asked.stream_options.include_usage else b"}\n\n"
+        self._bare = options.logprobs is None and not options.asked.return_token_ids  # nothing rides on a piece of text
+        self._bare_chunks = self._bare and not options.asked.stream_options.continuous_usage_stats
 
     def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
         """The events of new pieces, each choice opened before its first one."""
@@ -76,7 +76,7 @@ class CompletionWriter:
 
     def last(self) -> bytes:
         """After all choices: the usage chunk when it was asked for, and the end mark."""
-        if not self._options.include_usage:
+        if not self._options.asked.stream_options.include_usage:
             return _DONE
         return self._head + b',"choices":[],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + _DONE
 
@@ -98,9 +98,9 @@ class CompletionWriter:
             "usage": generation.usage(),
         }
         if self._shape.is_chat:
-            if options.prompt_logprobs is not None:
+            if options.asked.prompt_logprobs is not None:
                 answer["prompt_logprobs"] = self._prompt_logprobs(generation.choices[0])
-            if options.return_token_ids:
+            if options.asked.return_token_ids:
                 answer["prompt_token_ids"] = generation.prompts[0].token_ids
         return _encode(answer)
 
@@ -112,7 +112,7 @@ class CompletionWriter:
     def _open(self, number: int, parts: list[bytes]) -> int:
         """What comes before a choice's text: chat's role, the prompt's ids, the echo. Characters of the echo."""
         ids = self._generation.prompt_of(number).token_ids
-        beside = b',"prompt_token_ids":' + _encode(ids) if self._options.return_token_ids else b""
+        beside = b',"prompt_token_ids":' + _encode(ids) if self._options.asked.return_token_ids else b""
         if self._shape.is_chat:
             parts.append(self._chunk(number, b'"delta":{"role":"assistant","content":""}', beside=beside))
         elif beside:
@@ -128,14 +128,14 @@ class CompletionWriter:
         logprobs, ids = b"null", b""
         if not self._bare:
             logprobs = _encode(self._shown_logprobs([piece], offset) if piece.logprobs else None)
-            ids = b',"token_ids":' + _encode(piece.token_ids) if self._options.return_token_ids else b""
+            ids = b',"token_ids":' + _encode(piece.token_ids) if self._options.asked.return_token_ids else b""
         contents = [_reasoning(part) for part in piece.aside if isinstance(part, Reasoning)]
         if piece.text:
             contents.append(self._shape.text_open + _encode(piece.text) + self._shape.text_close)
         contents += [_call(part) for part in piece.aside if isinstance(part, CallDelta)]
         for content in contents:
             parts.append(self._chunk(number, content, logprobs, in_choice=ids))
-            logprobs, ids = b"null", b',"token_ids":[]' if self._options.return_token_ids else b""
+            logprobs, ids = b"null", b',"token_ids":[]' if self._options.asked.return_token_ids else b""
         if piece.finish_reason is not None:
             parts.append(self._chunk(number, self._shape.no_text, logprobs, b'"%b"' % piece.finish_reason.encode(), ids))
 
@@ -149,9 +149,9 @@ class CompletionWriter:
         beside: bytes = b"",
     ) -> bytes:
         usage = b""
-        if self._options.continuous_usage:
+        if self._options.asked.stream_options.continuous_usage_stats:
             usage = b',"usage":' + _encode(self._generation.usage())
-        elif self._options.include_usage:
+        elif self._options.asked.stream_options.include_usage:
             usage = b',"usage":null'
         ends = (b',"logprobs":', logprobs, b',"finish_reason":', finish_reason, in_choice, b"}]", beside, usage, b"}\n\n")
         return b"".join((self._opens[number], content, *ends))
@@ -162,9 +162,9 @@ class CompletionWriter:
         shown: list[int] = []
         for start in range(0, len(choices), options.best_of):
             numbers = list(range(start, start + options.best_of))
-            if options.best_of > options.n:
+            if options.best_of > options.asked.n:
                 numbers.sort(key=lambda number: -choices[number].sum_logprobs / max(1, choices[number].num_tokens))
-            shown += numbers[: options.n]
+            shown += numbers[: options.asked.n]
         return shown
 
     def _choice(self, index: int, number: int) -> dict[str, Any]:
@@ -181,9 +181,9 @@ class CompletionWriter:
         if made["logprobs"] is not None and (prompt := self._echo_logprobs(number)) is not None:
             made["logprobs"] = {name: prompt[name] + made["logprobs"][name] for name in prompt}
         made["finish_reason"] = choice.finish_reason
-        if not is_chat and options.prompt_logprobs is not None:
+        if not is_chat and options.asked.prompt_logprobs is not None:
             made["prompt_logprobs"] = self._prompt_logprobs(choice)
-        if options.return_token_ids:
+        if options.asked.return_token_ids:
             made["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
             if not is_chat:
                 made["prompt_token_ids"] = self._generation.prompt_of(number).token_ids
@@ -199,7 +199,7 @@ class CompletionWriter:
         return self._logprobs.completion(entries, [offset + start for piece in pieces for start in piece.offsets], num_top)
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, dict[str, Any]] | None]:
-        return self._logprobs.prompt(choice.prompt_logprobs or (), self._options.prompt_logprobs or 0)
+        return self._logprobs.prompt(choice.prompt_logprobs or (), self._options.asked.prompt_logprobs or 0)
 
     def _echo_text(self, number: int) -> str:
         """The prompt as it is given back before choice `number`; nothing without echo."""
@@ -208,7 +208,7 @@ class CompletionWriter:
             return ""
         if prompt.text is not None:
             return prompt.text
-        return self._generation.model.tokenizer.decode(prompt.token_ids, self._options.skip_special_tokens)
+        return self._generation.model.tokenizer.decode(prompt.token_ids, self._options.asked.skip_special_tokens)
 
     def _echo_logprobs(self, number: int) -> dict[str, list[Any]] | None:
         """The prompt's part of the logprobs arrays; None unless the request echoes and asks for log-probabilities."""
@@ -216,7 +216,7 @@ class CompletionWriter:
         if not options.echo or options.logprobs is None or entries is None:
             return None
         ids = self._generation.prompt_of(number).token_ids
-        return self._logprobs.echoed_prompt(ids, entries, options.logprobs, options.skip_special_tokens)
+        return self._logprobs.echoed_prompt(ids, entries, options.logprobs, options.asked.skip_special_tokens)
 
 
 def _message(text: str, asides: list[Reasoning | CallDelta]) -> dict[str, Any]:

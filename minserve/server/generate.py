@@ -87,7 +87,7 @@ class GenerateEndpoints:
             options, prompts, id_prefix, writer = await self._prepared(exchange, prepare, model)
             generation = Generation(id_prefix, options, prompts, exchange.request_id, model, self._front.engines)
             with self._front.under_way(generation):
-                if options.stream:
+                if options.asked.stream:
                     return await self._stream(exchange, generation, writer(generation))
                 return await self._whole(exchange, generation, writer(generation))
 
@@ -103,7 +103,7 @@ class GenerateEndpoints:
         while generation.open:
             for number, pieces in await generation.advance():
                 writer.add(number, pieces)
-        if generation.options.logprobs is None and generation.options.prompt_logprobs is None:
+        if generation.options.logprobs is None and generation.options.asked.prompt_logprobs is None:
             return exchange.raw_json(writer.body())
         return exchange.raw_json(await self._front.off_loop(writer.body))
 
@@ -141,14 +141,14 @@ def _completion(body: bytes | bytearray, model: LoadedModel) -> Asked:
 
 
 def _response(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    chat, fields = responses.chat_body(body)
+    chat, asked = responses.chat_body(body)
     with _renamed(responses.RENAMED):
         options, prompts = prepare_chat(chat, model)
-    return Asked(options, prompts, "resp_", lambda made: ResponseWriter(made, fields))
+    return Asked(options, prompts, "resp_", lambda made: ResponseWriter(made, asked))
 
 
 def _message(body: bytes | bytearray, model: LoadedModel, *, counts_only: bool = False) -> Asked:
-    chat, _ = messages_api.chat_body(body, counts_only=counts_only)
+    chat = messages_api.chat_body(body, counts_only=counts_only)
     with _renamed(messages_api.RENAMED):
         options, prompts = prepare_chat(chat, model)
     return Asked(options, prompts, "msg_", MessageWriter)

@@ -53,12 +53,12 @@ class Choice:
     """The state of one choice from its first token to its end."""
 
     def __init__(self, options: Options, pieces: TokenPieces) -> None:
-        self._include_stop = options.include_stop
+        self._include_stop = options.asked.include_stop_str_in_output
         self._text = TextStream(
             pieces,
-            skip_special_tokens=options.skip_special_tokens,
+            skip_special_tokens=options.asked.skip_special_tokens,
             stop=options.stop,
-            include_stop=options.include_stop,
+            include_stop=options.asked.include_stop_str_in_output,
             min_tokens=options.sampling.min_tokens,
             continues_text=True,
             answer=options.answer,
@@ -67,10 +67,10 @@ class Choice:
         self._has_calls = False
         self._offset_text = None
         if options.sampling.logprobs is not None:
-            skip = options.skip_special_tokens
+            skip = options.asked.skip_special_tokens
             self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
         self._num_characters = 0
-        self._plain = options.sampling.logprobs is None and not options.return_token_ids
+        self._plain = options.sampling.logprobs is None and not options.asked.return_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._offsets: list[int] = []

@@ -11,18 +11,19 @@ import dataclasses
 import decimal
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from minserve.request import Grammar
 from minserve.server.api_errors import bad_request
-from minserve.server.fields import Fields, decode_value
+from minserve.server.fields import RawFields, Reader, decode_value
 from minserve.server.qwen_calls import parameter_types, resolve
 from minserve.server.tool_formats import ARGUMENTS, NAME, NUMBER, CallLayout
 
-MAX_SCHEMA_BYTES = 1 << 17
+MAX_SCHEMA_LENGTH = 1 << 17
+"""Characters of its JSON."""
 MAX_DEPTH = 128
 """Of a schema's objects and arrays."""
 MAX_REGEX_LENGTH = 1 << 14
@@ -50,93 +51,87 @@ class OutputForm:
     """The field that asked for it, for errors."""
 
 
-def parse_form(fields: Fields) -> OutputForm | None:
+class _FormFields(msgspec.Struct):
+    response_format: dict[str, Any] = {}
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    structured_outputs: dict[str, Any] = {}
+
+
+_form_fields = Reader(_FormFields)
+
+
+def parse_form(fields: RawFields) -> OutputForm | None:
     """`response_format`, `guided_json`, `guided_regex`, `guided_choice` and `structured_outputs`, at most one of them.
 
     Raises ApiError naming the field.
     """
-    found = [form for form in (_response_format(fields), *_guided(fields), *_structured_outputs(fields)) if form is not None]
-    if len(found) > 1:
-        message = f"{found[0].param} and {found[1].param} exclude each other"
-        raise bad_request(message, found[1].param)
-    return found[0] if found else None
+    asked = _form_fields.read(fields)
+    structured = asked.structured_outputs
+    for name in ("grammar", "structural_tag"):
+        if structured.get(name) is not None:
+            raise bad_request(f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
+    found = [_response_format(asked.response_format)] if "response_format" in fields else []
+    for value, param, make in (
+        (asked.guided_json, "guided_json", _schema),
+        (asked.guided_regex, "guided_regex", _regex),
+        (asked.guided_choice, "guided_choice", _choice),
+        (structured.get("json"), "structured_outputs.json", _schema),
+        (structured.get("regex"), "structured_outputs.regex", _regex),
+        (structured.get("choice"), "structured_outputs.choice", _choice),
+        (structured.get("json_object") or None, "structured_outputs.json_object", _any_object),
+    ):
+        if value is not None:
+            found.append(make(value, param))
+    forms = [form for form in found if form is not None]
+    if len(forms) > 1:
+        message = f"{forms[0].param} and {forms[1].param} exclude each other"
+        raise bad_request(message, forms[1].param)
+    return forms[0] if forms else None
 
 
-def _response_format(fields: Fields) -> OutputForm | None:
-    asked = fields.object("response_format")
-    if asked is None:
-        return None
-    kind = asked.string("type")
+def _response_format(asked: dict[str, Any]) -> OutputForm | None:
+    kind, named = asked.get("type"), asked.get("json_schema")
     if kind == "text":
         return None
     if kind == "json_object":
-        return OutputForm("schema", {"type": "object"}, "response_format")
+        return _any_object(True, "response_format")
     if kind != "json_schema":
         message = f"response_format.type is {str(kind)[:40]!r}; it must be 'text', 'json_object' or 'json_schema'"
         raise bad_request(message, "response_format.type")
-    named = asked.object("json_schema")
-    if named is None:
-        raise bad_request("response_format.json_schema is required", "response_format.json_schema")
-    raw = named.raw("schema")
-    if raw is None:
-        raise bad_request("response_format.json_schema.schema is required", "response_format.json_schema.schema")
-    return _schema(raw, "response_format.json_schema.schema")
+    param = "response_format.json_schema"
+    if not isinstance(named, dict):
+        raise bad_request(f"{param} must be an object with the member schema", param)
+    return _schema(named.get("schema"), f"{param}.schema")
 
 
-def _guided(fields: Fields) -> Iterator[OutputForm | None]:
-    yield _json_field(fields, "guided_json")
-    yield _regex_field(fields, "guided_regex")
-    yield _choice_field(fields, "guided_choice")
+def _any_object(wanted: Any, param: str) -> OutputForm:
+    if wanted is not True:
+        raise bad_request(f"{param} must be true or false", param)
+    return OutputForm("schema", {"type": "object"}, param)
 
 
-def _structured_outputs(fields: Fields) -> Iterator[OutputForm | None]:
-    asked = fields.object("structured_outputs")
-    if asked is None:
-        return
-    for name in ("grammar", "structural_tag"):
-        if asked.has(name):
-            raise bad_request(f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
-    yield _json_field(asked, "json")
-    yield _regex_field(asked, "regex")
-    yield _choice_field(asked, "choice")
-    if asked.boolean("json_object", False):
-        yield OutputForm("schema", {"type": "object"}, asked.param("json_object"))
-
-
-def _json_field(fields: Fields, name: str) -> OutputForm | None:
+def _schema(value: Any, param: str) -> OutputForm:
     """A schema, or the text of one."""
-    raw = fields.raw(name)
-    if raw is None:
-        return None
-    value = decode_value(raw, fields.param(name))
-    return _schema(value.encode("utf-8", "replace") if isinstance(value, str) else raw, fields.param(name))
+    schema = checked_schema(decode_value(value.encode("utf-8", "replace"), param) if isinstance(value, str) else value, param)
+    if len(json.dumps(schema)) > MAX_SCHEMA_LENGTH:
+        raise bad_request(f"{param} is over the limit of {MAX_SCHEMA_LENGTH} characters", param)
+    return OutputForm("schema", schema, param)
 
 
-def _regex_field(fields: Fields, name: str) -> OutputForm | None:
-    regex = fields.string(name)
-    if regex is None:
-        return None
-    if not 0 < len(regex) <= MAX_REGEX_LENGTH:
-        raise bad_request(f"{fields.param(name)} must have 1 to {MAX_REGEX_LENGTH} characters", fields.param(name))
-    return OutputForm("regex", regex, fields.param(name))
+def _regex(value: Any, param: str) -> OutputForm:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_REGEX_LENGTH:
+        raise bad_request(f"{param} must be a string of 1 to {MAX_REGEX_LENGTH} characters", param)
+    return OutputForm("regex", value, param)
 
 
-def _choice_field(fields: Fields, name: str) -> OutputForm | None:
-    choices = fields.value(name)
-    if choices is None:
-        return None
-    param = fields.param(name)
-    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+def _choice(value: Any, param: str) -> OutputForm:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise bad_request(f"{param} must be an array of strings that are not empty, at least one", param)
-    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHOICES_LENGTH:
+    if len(value) > MAX_CHOICES or sum(map(len, value)) > MAX_CHOICES_LENGTH:
         raise bad_request(f"{param} holds at most {MAX_CHOICES} strings of {MAX_CHOICES_LENGTH} characters together", param)
-    return OutputForm("choice", tuple(dict.fromkeys(choices)), param)
-
-
-def _schema(raw: bytes | msgspec.Raw, param: str) -> OutputForm:
-    if len(bytes(raw)) > MAX_SCHEMA_BYTES:
-        raise bad_request(f"{param} is over the limit of {MAX_SCHEMA_BYTES} bytes", param)
-    return OutputForm("schema", checked_schema(decode_value(raw, param), param), param)
+    return OutputForm("choice", tuple(dict.fromkeys(value)), param)
 
 
 def checked_schema(schema: Any, param: str) -> dict[str, Any]:

@@ -3,80 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
-from minserve.server.fields import Fields, decode_object
+from minserve.server.fields import Reader, decode_object
+from minserve.server.openai import PASSED_ON
 
-_PASSED_ON = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "seed", "chat_template_kwargs", "ignore_eos")
-"""Fields that chat completions read alike."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking.type"}
 """Names in errors of the chat body, and what the client calls them."""
 
 
-def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> tuple[bytes, Fields]:
-    """The chat completion that asks for the same, and the fields as they came. Raises ApiError naming the field."""
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class _Tool(msgspec.Struct):
+    name: Any
+    input_schema: Any
+    description: Any = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(msgspec.Struct, frozen=True):
+    type: str | None = None
+
+
+class _Asked(msgspec.Struct):
+    max_tokens: int | None = None
+    messages: list[_Message] = []
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: Any = None
+    thinking: _Thinking = _Thinking()
+    output_config: dict[str, Any] = {}
+    tools: list[_Tool] = []
+    tool_choice: _ToolChoice | None = None
+
+
+_asked = Reader(_Asked)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {"enabled": "medium", "disabled": "none"}
+
+
+def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> bytes:
+    """The chat completion that asks for the same. Raises ApiError naming the field."""
     fields = decode_object(body)
-    if not counts_only and not fields.has("max_tokens"):
+    asked = _asked.read(fields)
+    if not counts_only and asked.max_tokens is None:
         raise bad_request("max_tokens is required", "max_tokens")
-    chat: dict[str, Any] = {name: fields.value(name) for name in _PASSED_ON if fields.has(name)}
-    chat["messages"] = _messages(fields)
+    chat: dict[str, Any] = {name: fields[name] for name in PASSED_ON.intersection(fields)}
+    chat["messages"] = _messages(asked)
     if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
         chat["continue_final_message"] = True
-    if fields.has("stop_sequences"):
-        chat["stop"] = fields.value("stop_sequences")
-    if (thinking := fields.object("thinking")) is not None:
-        efforts = {"enabled": "medium", "disabled": "none"}
-        chat["reasoning_effort"] = efforts.get(thinking.string("type") or "")
-    output = fields.object("output_config")
-    if output is not None and isinstance(form := output.value("format"), dict):
+    chat["stop"] = asked.stop_sequences
+    chat["reasoning_effort"] = _EFFORTS.get(asked.thinking.type or "")
+    if isinstance(form := asked.output_config.get("format"), dict):
         chat["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
-    tools = fields.value("tools")
-    if tools:
-        chat["tools"] = _tools(tools)
-    choice = fields.object("tool_choice")
-    if choice is not None:
-        kind = choice.string("type")
-        named = {"type": "function", "function": {"name": choice.string("name")}}
-        choices: dict[str | None, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-        if kind not in choices:
-            raise bad_request(f"tool_choice.type must be one of {', '.join(map(str, choices))}", "tool_choice.type")
-        chat["tool_choice"] = choices[kind]
-        chat["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use", False)
-    return msgspec.json.encode(chat), fields
+    chat["tools"] = list(map(_tool, asked.tools))
+    if (choice := asked.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = _CHOICES.get(choice.type, named)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return msgspec.json.encode(chat)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    system = fields.value("system")
-    if system is not None:
-        messages.append({"role": "system", "content": system if isinstance(system, str) else _texts(system, "system")})
-    given = fields.value("messages")
-    if not isinstance(given, list) or not given:
+def _messages(asked: _Asked) -> list[dict[str, Any]]:
+    if not asked.messages:
         raise bad_request("messages must be a list that is not empty", "messages")
-    for index, message in enumerate(given):
+    messages: list[dict[str, Any]] = []
+    if asked.system is not None:
+        messages.append({"role": "system", "content": _texts(asked.system, "system")})
+    for index, message in enumerate(asked.messages):
         _add_message(messages, message, f"messages[{index}]")
     return messages
 
 
-def _add_message(messages: list[dict[str, Any]], message: Any, param: str) -> None:
+def _add_message(messages: list[dict[str, Any]], message: _Message, param: str) -> None:
     """Results of tools, which are blocks of a user's message here, are messages of their own for chat models."""
-    role = message.get("role") if isinstance(message, dict) else None
+    role = message.role
     if role not in ("user", "assistant"):
         raise bad_request(f'{param}.role must be "user" or "assistant"', f"{param}.role")
-    content = message.get("content")
-    if isinstance(content, str):
-        messages.append({"role": role, "content": content})
+    if isinstance(message.content, str):
+        messages.append({"role": role, "content": message.content})
         return
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise bad_request(f"{param}.content must be a string or a list of blocks", f"{param}.content")
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for index, block in enumerate(content):
+    for index, block in enumerate(message.content):
         where = f"{param}.content[{index}]"
         kind = block.get("type")
         if kind == "text":
@@ -85,8 +106,7 @@ def _add_message(messages: list[dict[str, Any]], message: Any, param: str) -> No
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            result = block.get("content") or ""
-            text = result if isinstance(result, str) else _texts(result, f"{where}.content")
+            text = _texts(block.get("content") or "", f"{where}.content")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind not in ("thinking", "redacted_thinking"):  # earlier thoughts are left out, as templates do
             raise bad_request(f"{where} has type {str(kind)[:40]!r}, which is not supported here", f"{where}.type")
@@ -96,10 +116,12 @@ def _add_message(messages: list[dict[str, Any]], message: Any, param: str) -> No
         messages.append({"role": role, "content": "".join(texts)})
 
 
-def _texts(blocks: Any, param: str) -> str:
-    if not isinstance(blocks, list):
+def _texts(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise bad_request(f"{param} must be a string or a list of text blocks", param)
-    return "".join(_text(block, f"{param}[{index}]") for index, block in enumerate(blocks))
+    return "".join(_text(block, f"{param}[{index}]") for index, block in enumerate(content))
 
 
 def _text(block: Any, param: str) -> str:
@@ -109,14 +131,9 @@ def _text(block: Any, param: str) -> str:
     return text
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    for index, tool in enumerate(tools if isinstance(tools, list) else [None]):
-        if not isinstance(tool, dict) or "input_schema" not in tool:
-            raise bad_request(f"tools[{index}] must be an object with name and input_schema", f"tools[{index}]")
-        function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
-        made.append({"type": "function", "function": {key: value for key, value in function.items() if value is not None}})
-    return made
+def _tool(tool: _Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def error_body(error: ApiError) -> bytes:

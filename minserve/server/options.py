@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from minserve.server.answer_format import AnswerFormat
-from minserve.server.api_errors import CONTEXT_LENGTH_EXCEEDED, bad_request
-from minserve.server.fields import Fields, is_number
+from minserve.server.api_errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
+from minserve.server.fields import RawFields, Reader, decode_value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,39 +58,76 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 """Characters of one stop string."""
 _GREEDY_BELOW = 1e-5
-_LEAST_REPETITION_PENALTY = 0.01
-"""Logits divided by less may leave the range of floats."""
 _INT64 = 1 << 63
-_NOT_SUPPORTED = ("guided_grammar", "suffix")
 _ids_decoder = msgspec.json.Decoder(list[int])
+
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_Count = Annotated[int, Meta(ge=0)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+_NotSupported = Literal[""]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields as clients spell them, each within its range."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    min_tokens: _Count = 0
+    n: Choices = 1
+    best_of: Choices | None = None
+    """Choices made; the `n` likeliest are shown."""
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
+    """Logits divided by less may leave the range of floats."""
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOP_STRINGS)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: TopLogprobs | None = None
+    """Number of top alternatives shown a token; None shows nothing."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Name tokens in log-probabilities `token_id:N` instead of by their text."""
+    guided_grammar: _NotSupported = ""
+    suffix: _NotSupported = ""
+
+
+_asked = Reader(Asked)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Everything about an answer but its prompt."""
 
+    asked: Asked
     model: str
     """The name the client used, or the default."""
     sampling: SamplingParams
     """What every choice of every prompt has in common; see `sampling_for`."""
     max_tokens: int | None
-    seed: int | None
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    n: int
     best_of: int
-    """Choices made; the `n` likeliest are shown."""
     stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
     echo: bool
     logprobs: int | None
     """Number of top alternatives shown a token; None shows nothing."""
-    prompt_logprobs: int | None
-    return_token_ids: bool
-    tokens_as_ids: bool
-    """Name tokens in log-probabilities `token_id:N` instead of by their text."""
     answer: AnswerFormat | None = None
     """How reasoning and tool calls are read from the text; None shows all of it as it is."""
 
@@ -96,7 +135,7 @@ class Options:
         """What the engine gets for choice number `choice` of a prompt; its seed is the request's plus that number."""
         room = facts.context_length - num_prompt_tokens
         max_tokens = room if self.max_tokens is None else min(self.max_tokens, room)
-        seed = random.getrandbits(63) if self.seed is None else (self.seed + choice) & SEED_MASK
+        seed = random.getrandbits(63) if self.asked.seed is None else (self.asked.seed + choice) & SEED_MASK
         min_tokens = min(self.sampling.min_tokens, max_tokens)
         return msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
 
@@ -108,10 +147,7 @@ def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None
     """
     if limit is not None:
         check_length(bytes(raw).count(b",") + 1, limit, param)
-    try:
-        ids = _ids_decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_request(f"{param} must be a string or an array of integers: {error}", param) from None
+    ids: list[int] = decode_value(raw, param, _ids_decoder)
     check_vocabulary(ids, param, facts)
     return ids
 
@@ -123,125 +159,76 @@ def check_vocabulary(ids: list[int], param: str, facts: ModelFacts) -> None:
         raise bad_request(f"{param}[{index}] is {shown}; token ids are 0 to {facts.vocab_size - 1}", param)
 
 
-def parse_options(fields: Fields, facts: ModelFacts, model: str, *, echo: bool, logprobs: int | None) -> Options:
+def parse_options(fields: RawFields, facts: ModelFacts, *, echo: bool, logprobs: int | None) -> Options:
     """`logprobs`: as the endpoint spells it. Raises ApiError naming the field."""
-    _refuse_unsupported(fields)
-    stream = fields.boolean("stream", False)
-    include_usage, continuous_usage = _stream_options(fields) if stream else (False, False)
-    n = fields.integer("n", 1, MAX_CHOICES) or 1
-    best_of = fields.integer("best_of", 1, MAX_CHOICES) or n
-    if best_of < n:
-        raise bad_request(f"best_of ({best_of}) must not be below n ({n})", "best_of")
-    if best_of > n and stream:
+    asked = _asked.read(fields)
+    if asked.model is not None and asked.model not in facts.names:
+        raise unknown_model(asked.model, facts)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(asked, name) == 0 and not echo:
+            raise bad_request(f"{name} must be at least 1", name)
+    best_of = asked.best_of or asked.n
+    if best_of < asked.n:
+        raise bad_request(f"best_of ({best_of}) must not be below n ({asked.n})", "best_of")
+    if best_of > asked.n and asked.stream:
         raise bad_request("best_of above n cannot be streamed: the best is known only at the end", "best_of")
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    if prompt_logprobs is not None and stream:
+    if asked.prompt_logprobs is not None and asked.stream:
         raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
-    older = fields.integer("max_tokens", 0 if echo else 1)
-    newer = fields.integer("max_completion_tokens", 0 if echo else 1)
-    max_tokens = older if newer is None else newer
-    of_prompt = [number for number in (prompt_logprobs, logprobs if echo else None) if number is not None]
+    max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    if max_tokens is not None and asked.min_tokens > max_tokens:
+        raise bad_request(f"min_tokens ({asked.min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
+    of_prompt = [number for number in (asked.prompt_logprobs, logprobs if echo else None) if number is not None]
     return Options(
-        model=model,
+        asked=asked,
+        model=asked.model or facts.name,
         sampling=msgspec.structs.replace(
-            _sampling(fields, facts, max_tokens),
-            logprobs=0 if logprobs is None and best_of > n else logprobs,  # to rank choices takes each token's too
+            _sampling(asked, facts),
+            logprobs=0 if logprobs is None and best_of > asked.n else logprobs,  # to rank choices takes each token's too
             prompt_logprobs=max(of_prompt, default=None),
         ),
         max_tokens=max_tokens,
-        seed=fields.integer("seed", -_INT64, _INT64 - 1),
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        n=n,
         best_of=best_of,
-        stop=_stop_strings(fields),
-        include_stop=fields.boolean("include_stop_str_in_output", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        stop=tuple(dict.fromkeys([asked.stop] if isinstance(asked.stop, str) else asked.stop)),
         echo=echo,
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        return_token_ids=fields.boolean("return_token_ids", False),
-        tokens_as_ids=fields.boolean("return_tokens_as_token_ids", False),
     )
 
 
-def _sampling(fields: Fields, facts: ModelFacts, max_tokens: int | None) -> SamplingParams:
+def unknown_model(name: str, facts: ModelFacts) -> ApiError:
+    message = f"The model {name[:200]!r} does not exist here; served: {', '.join(facts.names)}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def _sampling(asked: Asked, facts: ModelFacts) -> SamplingParams:
     """Its `max_tokens` and `seed` are not settled."""
-    min_tokens = fields.integer("min_tokens", 0) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise bad_request(f"min_tokens ({min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
-    end_ids = () if fields.boolean("ignore_eos", False) else facts.stop_token_ids
-    raw = fields.raw("stop_token_ids")
-    stop_ids = tuple(dict.fromkeys((*end_ids, *(() if raw is None else token_ids(raw, "stop_token_ids", facts)))))
-    if min_tokens > 0 and len(stop_ids) > MAX_STOP_TOKEN_IDS:
+    check_vocabulary(asked.stop_token_ids, "stop_token_ids", facts)
+    stop_ids = tuple(dict.fromkeys((*(() if asked.ignore_eos else facts.stop_token_ids), *asked.stop_token_ids)))
+    if asked.min_tokens > 0 and len(stop_ids) > MAX_STOP_TOKEN_IDS:
         message = (
             f"min_tokens goes with at most {MAX_STOP_TOKEN_IDS} stop ids, the model's own included; here are {len(stop_ids)}"
         )
         raise bad_request(message, "stop_token_ids")
-    temperature = fields.number("temperature", 0, 2)
-    top_k = fields.integer("top_k", -1) or 0
     return SamplingParams(
         max_tokens=0,
         seed=0,
-        min_tokens=min_tokens,
-        temperature=1.0 if temperature is None else 0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=0 if top_k == -1 or top_k >= facts.vocab_size else top_k,
-        top_p=_or(fields.number("top_p", 0, 1, above_least=True), 1.0),
-        min_p=_or(fields.number("min_p", 0, 1), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", _LEAST_REPETITION_PENALTY, 10), 1.0),
-        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
-        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
-        logit_bias=_logit_bias(fields, facts),
+        min_tokens=asked.min_tokens,
+        temperature=0.0 if asked.temperature < _GREEDY_BELOW else asked.temperature,
+        top_k=0 if asked.top_k == -1 or asked.top_k >= facts.vocab_size else asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=_logit_bias(asked.logit_bias, facts),
         stop_token_ids=stop_ids,
     )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _stream_options(fields: Fields) -> tuple[bool, bool]:
-    options = fields.object("stream_options")
-    if options is None:
-        return False, False
-    return options.boolean("include_usage", False), options.boolean("continuous_usage_stats", False)
-
-
-def _stop_strings(fields: Fields) -> tuple[str, ...]:
-    value = fields.value("stop")
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise bad_request("stop must be null, a string or an array of strings", "stop")
-    if not all(strings):
-        raise bad_request("stop must not hold an empty string", "stop")
-    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_LENGTH for string in strings):
-        raise bad_request(f"stop holds at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters", "stop")
-    return tuple(dict.fromkeys(strings))
-
-
-def _logit_bias(fields: Fields, facts: ModelFacts) -> dict[int, float]:
-    value = fields.value("logit_bias")
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise bad_request("logit_bias must be an object of token ids and numbers", "logit_bias")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise bad_request(f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are possible", "logit_bias")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
+def _logit_bias(given: dict[str, float], facts: ModelFacts) -> dict[int, float]:
+    if len(given) > MAX_LOGIT_BIAS:
+        raise bad_request(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are possible", "logit_bias")
+    for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < facts.vocab_size):
             message = f"logit_bias has the key {key[:40]!r}; keys are token ids as strings, 0 to {facts.vocab_size - 1}"
             raise bad_request(message, "logit_bias")
-        if not is_number(bias):
-            raise bad_request(f"logit_bias[{key!r}] must be a number", "logit_bias")
-        biases[int(key)] = float(max(-100, min(100, bias)))
-    return biases
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for name in _NOT_SUPPORTED:
-        if fields.has(name) and fields.value(name) != "":
-            raise bad_request(f"{name} is not supported by this version", name)
+    return {int(key): max(-100.0, min(100.0, bias)) for key, bias in given.items()}

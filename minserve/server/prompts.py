@@ -11,8 +11,9 @@ from minserve.server import openai
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
+from minserve.server.fields import decode_object
 from minserve.server.generation import LoadedModel, Prompt
-from minserve.server.grammars import ForcedCalls, build_grammar
+from minserve.server.grammars import ForcedCalls, OutputForm, build_grammar, parse_form
 from minserve.server.options import Options, check_length
 from minserve.server.reasoning import AnswerStart
 
@@ -24,27 +25,28 @@ _FIELDS_OF_GRAMMARS = (b'"response_format"', b'"guided_', b'"structured_outputs"
 
 def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/completions, down to token ids. Raises ApiError."""
-    request = openai.parse_completion(body, model.facts)
-    made = []
-    for index, prompt in enumerate(request.prompts):
-        param = openai.prompt_name(index, len(request.prompts))
+    fields = decode_object(body)
+    options, given, special = openai.parse_completion(fields, model.facts)
+    prompts = []
+    for index, prompt in enumerate(given):
         if isinstance(prompt, str):
-            made.append(Prompt(encode(prompt, request.add_special_tokens, model, param), prompt))
+            prompts.append(Prompt(encode(prompt, special, model, openai.prompt_name(index, len(given))), prompt))
         else:
-            made.append(Prompt(prompt, None))
-    _check_total(made, request.options, "prompt")
-    return _with_grammar(request.options, build_grammar(request.form)), made
+            prompts.append(Prompt(prompt, None))
+    _check_total(prompts, options, "prompt")
+    return _finished(options, build_grammar(parse_form(fields))), prompts
 
 
 def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/chat/completions, down to token ids. Raises ApiError."""
-    request = openai.parse_chat(body, model.facts)
-    text = render(request.chat, model)
-    made = [Prompt(encode(text, True, model, "messages"), text)]
-    _check_total(made, request.options, "n")
-    answer = _answer_format(request.chat, text, model)
-    options = dataclasses.replace(request.options, answer=answer)
-    return _with_grammar(options, _chat_grammar(request, answer, model)), made
+    fields = decode_object(body)
+    options, chat = openai.parse_chat(fields, model.facts)
+    form = parse_form(fields)
+    text = render(chat, model)
+    prompts = [Prompt(encode(text, True, model, "messages"), text)]
+    _check_total(prompts, options, "n")
+    answer = _answer_format(chat, text, model)
+    return _finished(options, _chat_grammar(chat, form, answer, model), answer), prompts
 
 
 def asks_for_grammar(body: bytes | bytearray) -> bool:
@@ -52,14 +54,14 @@ def asks_for_grammar(body: bytes | bytearray) -> bool:
     return any(name in body for name in _FIELDS_OF_GRAMMARS)
 
 
-def _with_grammar(options: Options, grammar: Grammar | None) -> Options:
-    return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar))
+def _finished(options: Options, grammar: Grammar | None, answer: AnswerFormat | None = None) -> Options:
+    return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar), answer=answer)
 
 
-def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
-    choice, tools, layout = request.chat.tool_choice, request.chat.tools, model.formats.call_layout
+def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
+    choice, tools, layout = chat.tool_choice, chat.tools, model.formats.call_layout
     calls = None
-    if tools and layout is not None and (choice.forced or request.form is not None):
+    if tools and layout is not None and (choice.forced or form is not None):
         calls = ForcedCalls(
             layout=layout,
             marks=model.formats.special_tokens,
@@ -68,11 +70,11 @@ def _chat_grammar(request: openai.ChatRequest, answer: AnswerFormat | None, mode
             instead=not choice.forced,
         )
     if answer is None or answer.tags is None or answer.start is AnswerStart.CONTENT:
-        return build_grammar(request.form, calls)
+        return build_grammar(form, calls)
     if answer.start is AnswerStart.INSIDE:
-        return build_grammar(request.form, calls, answer.tags.closing)
+        return build_grammar(form, calls, answer.tags.closing)
     opening = model.tokenizer.token_id(answer.tags.opening) if model.formats.opens_reasoning else None
-    return build_grammar(request.form, calls, answer.tags.closing if opening is not None else "", opening)
+    return build_grammar(form, calls, answer.tags.closing if opening is not None else "", opening)
 
 
 def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat | None:

@@ -13,26 +13,10 @@ import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
-from minserve.server.fields import Fields, decode_object
+from minserve.server.fields import Reader, decode_object
 from minserve.server.generation import Generation
+from minserve.server.openai import PASSED_ON
 
-_PASSED_ON = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stream",
-    "stop",
-    "seed",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""Fields that chat completions read alike."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 RENAMED = {
     "max_tokens": "max_output_tokens",
@@ -43,51 +27,66 @@ RENAMED = {
 """Names in errors of the chat body, and what the client calls them."""
 
 
-def chat_body(body: bytes | bytearray) -> tuple[bytes, Fields]:
-    """The chat completion that asks for the same, and the fields as they came. Raises ApiError naming the field."""
+class Asked(msgspec.Struct, kw_only=True):
+    """What is read here; of some fields no more than that they are there."""
+
+    input: str | list[dict[str, Any]] = []
+    instructions: str | None = None
+    max_output_tokens: Any = None
+    metadata: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    parallel_tool_calls: bool = True
+    background: bool = False
+    user: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+_asked = Reader(Asked)
+
+
+def chat_body(body: bytes | bytearray) -> tuple[bytes, Asked]:
+    """The chat completion that asks for the same, and what was asked. Raises ApiError naming the field."""
     fields = decode_object(body)
+    asked = _asked.read(fields)
     for name in ("previous_response_id", "conversation", "prompt"):
-        if fields.has(name):
+        if name in fields:
             raise bad_request(f"{name}: nothing is stored here; send the whole conversation", name)
-    if fields.boolean("background", False):
+    if asked.background:
         raise bad_request("background responses are not supported", "background")
-    chat: dict[str, Any] = {name: fields.value(name) for name in _PASSED_ON if fields.has(name)}
-    chat["messages"] = _messages(fields)
-    if fields.has("max_output_tokens"):
-        chat["max_tokens"] = fields.value("max_output_tokens")
-    if tools := fields.objects("tools"):
-        chat["tools"] = list(map(_tool, tools))
-    choice = chat.get("tool_choice")
+    chat: dict[str, Any] = {name: fields[name] for name in PASSED_ON.intersection(fields)}
+    chat["messages"] = _messages(asked)
+    chat["max_tokens"] = asked.max_output_tokens
+    chat["tools"] = [_tool(tool, f"tools[{index}].type") for index, tool in enumerate(asked.tools)]
+    choice = asked.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    if (reasoning := fields.object("reasoning")) is not None:
-        chat["reasoning_effort"] = reasoning.string("effort")
-    text = fields.object("text")
-    if text is not None and isinstance(form := text.value("format"), dict) and form.get("type") != "text":
+    chat["reasoning_effort"] = asked.reasoning.get("effort")
+    if isinstance(form := asked.text.get("format"), dict) and form.get("type") != "text":
         schema = {key: value for key, value in form.items() if key != "type"}
         chat["response_format"] = {"type": form.get("type"), **({"json_schema": schema} if schema else {})}
-    return msgspec.json.encode(chat), fields
+    return msgspec.json.encode(chat), asked
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(asked: Asked) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    instructions = fields.string("instructions")
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    given = fields.value("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    if asked.instructions is not None:
+        messages.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        return [*messages, {"role": "user", "content": asked.input}]
+    if not asked.input:
         raise bad_request("input must be a string or a list of items", "input")
-    for index, item in enumerate(given):
+    for index, item in enumerate(asked.input):
         _add_item(messages, item, f"input[{index}]")
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], item: Any, param: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], param: str) -> None:
     """Calls of one turn become one assistant message, as chat models know them."""
-    if not isinstance(item, dict):
-        raise bad_request(f"{param} must be an object", param)
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{param}.content")})
@@ -98,8 +97,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, param: str) -> None:
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = item.get("output")
-        content = output if isinstance(output, str) else _content(output, f"{param}.output")
+        content = _content(item.get("output"), f"{param}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind != "reasoning":  # earlier reasoning is left out, as templates do
         raise bad_request(f"{param} has type {str(kind)[:40]!r}, which is not supported", f"{param}.type")
@@ -119,34 +117,33 @@ def _content(content: Any, param: str) -> Any:
     return parts
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    if tool.value("type") != "function":
-        raise bad_request(f'{tool.param("type")} must be "function"', tool.param("type"))
-    given = tool.values()
+def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise bad_request(f'{param} must be "function"', param)
     names = ("name", "description", "parameters", "strict")
-    function = {name: given[name] for name in names if given.get(name) is not None}
-    return given if "function" in given else {"type": "function", "function": function}
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return tool if "function" in tool else {"type": "function", "function": function}
 
 
 class ResponseWriter(BlockWriter):
-    def __init__(self, generation: Generation, asked: Fields) -> None:
+    def __init__(self, generation: Generation, asked: Asked) -> None:
         super().__init__(generation)
         self._number = 0
         self._item_ids: list[str] = []
         options = generation.options
         self._settings = {
-            "instructions": asked.value("instructions"),
-            "max_output_tokens": asked.value("max_output_tokens"),
-            "metadata": asked.value("metadata") or {},
-            "tools": asked.value("tools") or [],
-            "tool_choice": asked.value("tool_choice") or "auto",
-            "text": {"format": {"type": "text"}, **(asked.value("text") or {})},
-            "user": asked.value("user"),
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "tools": asked.tools,
+            "tool_choice": asked.tool_choice,
+            "text": {"format": {"type": "text"}, **asked.text},
+            "user": asked.user,
             "background": False,
             "model": options.model,
-            "parallel_tool_calls": asked.boolean("parallel_tool_calls", True),
+            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **(asked.value("reasoning") or {})},
+            "reasoning": {"effort": None, "summary": None, **asked.reasoning},
             "store": False,
             "temperature": options.sampling.temperature,
             "top_p": options.sampling.top_p,
