@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minserve.server.reasoning import unfinished_mark
 from minserve.server.tool_calls import (
     LONGEST_HEADER,
     CallArguments,
@@ -25,6 +24,7 @@ from minserve.server.tool_calls import (
     skip_ends,
     skip_space,
     take_mark,
+    unfinished_mark,
 )
 
 ParameterTypes = Mapping[str, frozenset[str]]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Generator, Iterator
+
+from minserve.server.tool_calls import Source, first_mark, unfinished_mark
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,116 +50,74 @@ def answer_start(prompt: str, tags: ThinkTags, continued: str | None = None) -> 
     return AnswerStart.CONTENT if end.endswith(tags.closing) else AnswerStart.OPEN
 
 
-class _Phase(enum.Enum):
-    OPENING = enum.auto()
-    """Nothing but white space or a part of the opening tag has come."""
-    INSIDE = enum.auto()
-    CLOSED = enum.auto()
-    """Right behind the closing tag."""
-    IMPLIED = enum.auto()
-    """In the content, but the closing tag is still to come, and to be left out."""
-    CONTENT = enum.auto()
-
-
 class ReasoningParser:
     """Splits one answer's text. The two joined outputs depend on the text alone, never on how it was cut."""
 
     def __init__(self, tags: ThinkTags, start: AnswerStart) -> None:
         self._tags = tags
-        self._start = start
-        self._phase = _Phase.CONTENT if start is AnswerStart.CONTENT else _Phase.OPENING
-        self._held = ""
-        self._any_reasoning = False
-
-    @property
-    def thinking(self) -> bool:
+        self.thinking = start is AnswerStart.INSIDE
         """Whether the next text belongs to the reasoning, as far as is known."""
-        return self._phase is _Phase.INSIDE or (self._phase is _Phase.OPENING and self._start is AnswerStart.INSIDE)
-
-    @property
-    def over(self) -> bool:
+        self.over = start is AnswerStart.CONTENT
         """Whether all further text is content."""
-        return self._phase is _Phase.CONTENT
+        self._source = Source()
+        self._reader = self._read(self._source)
 
     def push(self, text: str) -> tuple[str, str]:
         """New reasoning and new content that are certain; either may be empty."""
-        if self._phase is _Phase.CONTENT:
+        if self.over:
             return "", text
-        self._held += text
-        reasoning = ""
-        if self._phase is _Phase.OPENING:
-            self._open()
-        if self._phase is _Phase.INSIDE:
-            reasoning = self._think()
-        return reasoning, self._content()
+        self._source.text += text
+        return self._parts()
 
     def finish(self) -> tuple[str, str]:
         """What was held back, once the text is complete."""
-        held, self._held = self._held, ""
-        if self._phase is _Phase.CLOSED:
-            return "", ""
-        return (held, "") if self.thinking else ("", held)
+        self._source.ended = True
+        return ("", "") if self.over else self._parts()
 
-    def _open(self) -> None:
-        """Leave out an opening tag, which may also repeat the prompt's."""
-        text = self._held.lstrip()
-        if text.startswith(self._tags.opening):
-            self._held = text[len(self._tags.opening) :]
-            self._phase = _Phase.INSIDE
-        elif not self._tags.opening.startswith(text):
-            self._phase = _Phase.INSIDE if self._start is AnswerStart.INSIDE else _Phase.CONTENT
+    def _parts(self) -> tuple[str, str]:
+        reasoning = content = ""
+        for part in self._reader:
+            if part is None:
+                break
+            reasoning, content = reasoning + part[0], content + part[1]
+        return reasoning, content
 
-    def _think(self) -> str:
-        if not self._any_reasoning:
-            self._held = self._held.lstrip("\n")
+    def _read(self, source: Source) -> Iterator[tuple[str, str] | None]:
+        """Yields what `push` returns, and None where more text is needed. The opening tag may also repeat the prompt's."""
+        opening, closing = self._tags.opening, self._tags.closing
+        while len(text := source.text.lstrip()) < len(opening) and opening.startswith(text) and not source.ended:
+            yield None
+        if text.startswith(opening):
+            source.text, self.thinking = text[len(opening) :], True
+        if self.thinking:
+            mark = yield from self._think(source)
+            self.thinking = False
+            while mark != closing:  # in the content, but the closing tag is still to come, and to be left out
+                before, mark, _ = source.text.partition(closing)
+                certain = len(before) - (0 if mark or source.ended else unfinished_mark(before, (closing,)))
+                yield "", source.take(certain)
+                if not source.take(len(mark)):
+                    yield None
+            while not (text := source.text.lstrip("\n")):
+                yield None
+            source.text = text
+        self.over = True
+        yield "", source.take(len(source.text))
+
+    def _think(self, source: Source) -> Generator[tuple[str, str] | None, None, str]:
+        """The reasoning. Returns the mark that ends it, which is taken only if it is the closing tag."""
         marks = (self._tags.closing, *self._tags.implied_ends)
-        found = first_mark(self._held, marks)
-        if found is None:
-            certain = len(self._held) - unfinished_mark(self._held, marks)
-            reasoning = self._held[:certain].rstrip("\n")
-            self._held = self._held[len(reasoning) :]
-        else:
-            start, mark = found
-            reasoning = self._held[:start].rstrip("\n")
-            closed = mark == self._tags.closing
-            self._held = self._held[start + len(mark) :] if closed else self._held[start:]
-            self._phase = _Phase.CLOSED if closed else _Phase.IMPLIED
-        self._any_reasoning = self._any_reasoning or bool(reasoning)
-        return reasoning
-
-    def _content(self) -> str:
-        content = ""
-        if self._phase is _Phase.IMPLIED:
-            closing = self._tags.closing
-            before, found, after = self._held.partition(closing)
-            certain = len(before) - (0 if found else unfinished_mark(before, (closing,)))
-            content, self._held = before[:certain], after if found else before[certain:]
-            self._phase = _Phase.CLOSED if found else _Phase.IMPLIED
-        if self._phase is _Phase.CLOSED:
-            self._held = self._held.lstrip("\n")
-            self._phase = _Phase.CONTENT if self._held else _Phase.CLOSED
-        if self._phase is _Phase.CONTENT:
-            content, self._held = content + self._held, ""
-        return content
-
-
-def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Where the earliest whole mark starts, and which one it is; of two that start together the longer one."""
-    found: tuple[int, str] | None = None
-    for mark in marks:
-        start = text.find(mark) if found is None else text.find(mark, 0, found[0] + len(mark))
-        if start >= 0 and (found is None or (start, -len(mark)) < (found[0], -len(found[1]))):
-            found = (start, mark)
-    return found
-
-
-def unfinished_mark(text: str, marks: Iterable[str]) -> int:
-    """Characters at the text's end that may become a mark once more text comes; 0 when none can."""
-    longest = 0
-    for mark in marks:
-        start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-        while start >= 0 and len(text) - start > longest:
-            if mark.startswith(text[start:]):
-                longest = len(text) - start
-            start = text.find(mark[0], start + 1)
-    return longest
+        any_reasoning = False
+        while True:
+            if not any_reasoning:
+                source.text = source.text.lstrip("\n")
+            found = first_mark(source.text, marks)
+            end = found[0] if found else len(source.text) - unfinished_mark(source.text, marks)
+            reasoning = source.text if source.ended and not found else source.text[:end].rstrip("\n")
+            yield reasoning, ""
+            any_reasoning = any_reasoning or bool(reasoning)
+            if found is not None:
+                source.take(end + (len(found[1]) if found[1] == self._tags.closing else 0))
+                return found[1]
+            source.take(len(reasoning))
+            yield None
