@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -39,18 +38,15 @@ def load_reference(directory: Path = EMBEDDED_DIRECTORY) -> Reference:
     return msgspec.json.decode((directory / "arithmetic.json").read_bytes(), type=Reference)
 
 
-@dataclasses.dataclass
 class PromptTokens:
     """Token ids of an item's prompt and answer, by the checkpoint's own tokenizer and chat template."""
 
-    directory: Path = EMBEDDED_DIRECTORY
-
-    def __post_init__(self) -> None:
-        config = json.loads((self.directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    def __init__(self, directory: Path = EMBEDDED_DIRECTORY) -> None:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
         self._names = {name: config[name] for name in ("bos_token", "eos_token")}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._template = environment.from_string(config["chat_template"])
-        self._tokenizer = Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def of(self, item: Item) -> tuple[list[int], list[int]]:
         """(prompt, right answer with the end of the turn)."""

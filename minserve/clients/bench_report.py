@@ -49,23 +49,14 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution in milliseconds."""
-
-    mean: float
-    percentiles: dict[int, float]
-    largest: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     seconds: float
     completed: int
     failed: int
     prompt_tokens: int
     output_tokens: int
-    spreads: dict[str, Spread]
-    """Name to distribution; empty ones are left out."""
+    spreads: dict[str, dict[str, float]]
+    """Name to distribution in milliseconds: its mean, percentiles and largest value; empty ones are left out."""
     errors: dict[str, int]
 
     @property
@@ -79,18 +70,15 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Flat: `ttft_ms_p50` and so on."""
-        flat: dict[str, Any] = {
+        return {
             "seconds": self.seconds,
             "completed": self.completed,
             "failed": self.failed,
             "total_prompt_tokens": self.prompt_tokens,
             "total_output_tokens": self.output_tokens,
             **self.rates,
+            **{f"{name}_ms_{place}": value for name, spread in self.spreads.items() for place, value in spread.items()},
         }
-        for name, spread in self.spreads.items():
-            flat |= {f"{name}_ms_mean": spread.mean, f"{name}_ms_max": spread.largest}
-            flat |= {f"{name}_ms_p{percent}": value for percent, value in spread.percentiles.items()}
-        return flat
 
 
 _TITLES = {
@@ -123,9 +111,10 @@ def summarize(samples: Sequence[Sample], seconds: float) -> Report:
     )
 
 
-def _spread(values: list[float]) -> Spread:
+def _spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(value * 1000 for value in values)
-    return Spread(statistics.fmean(ordered), {percent: percentile(ordered, percent) for percent in PERCENTILES}, ordered[-1])
+    percentiles = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
+    return {"mean": statistics.fmean(ordered), **percentiles, "max": ordered[-1]}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -139,11 +128,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def table(model: str, report: Report) -> Table:
     made = Table(title=f"{report.completed} requests to {model} in {report.seconds:.2f} s", title_justify="left")
     made.add_column("")
-    for name in ("mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
-        made.add_column(name, justify="right")
+    for place in ("mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
+        made.add_column(place, justify="right")
     for name, spread in report.spreads.items():
-        values = (spread.mean, *spread.percentiles.values(), spread.largest)
-        made.add_row(f"{_TITLES[name]}, ms", *(f"{value:.2f}" for value in values))
+        made.add_row(f"{_TITLES[name]}, ms", *(f"{value:.2f}" for value in spread.values()))
     for name, rate in report.rates.items():
         made.add_row(name.replace("_per_second", "/s").replace("_", " "), f"{rate:.1f}")
     if report.failed:

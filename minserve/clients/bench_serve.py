@@ -11,11 +11,11 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from minserve.clients import bench_report
 from minserve.clients.bench_report import Sample
@@ -154,28 +154,23 @@ def _line_body(line: str, load: Load) -> dict[str, Any]:
     return {"prompt": line, "max_tokens": load.output_len}
 
 
-class _Request(NamedTuple):
-    path: str
-    body: bytes
-
-
-def _request(body: dict[str, Any], model: str, load: Load) -> _Request:
+def _request(body: dict[str, Any], model: str, load: Load) -> tuple[str, bytes]:
+    """Path and body."""
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     whole = {"model": model, "temperature": load.temperature, **body, **stream}
-    return _Request("/chat/completions" if "messages" in body else "/completions", json.dumps(whole).encode())
+    return "/chat/completions" if "messages" in body else "/completions", json.dumps(whole).encode()
 
 
-async def _send_all(client: OpenAIClient, requests: list[_Request], load: Load) -> list[Sample]:
+async def _send_all(client: OpenAIClient, requests: list[tuple[str, bytes]], load: Load) -> list[Sample]:
     """Every request at its time; the samples in their order."""
     gate = asyncio.Semaphore(load.concurrency or len(requests))
     numbers = random.Random(load.seed + 1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("requests", total=len(requests))
 
-        async def one(request: _Request) -> Sample:
+        async def one(path: str, body: bytes) -> Sample:
             async with gate:
-                sample = await _send(client, request)
+                sample = await _send(client, path, body)
             progress.advance(task)
             return sample
 
@@ -186,15 +181,15 @@ async def _send_all(client: OpenAIClient, requests: list[_Request], load: Load) 
                 if load.rate is not None:
                     due += numbers.expovariate(load.rate)
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
-                tasks.append(group.create_task(one(request)))
+                tasks.append(group.create_task(one(*request)))
     return [task.result() for task in tasks]
 
 
-async def _send(client: OpenAIClient, request: _Request) -> Sample:
+async def _send(client: OpenAIClient, path: str, body: bytes) -> Sample:
     """One streamed request, watched."""
     sample = Sample(begun=time.monotonic())
     try:
-        async for data in client.events(request.path, request.body):
+        async for data in client.events(path, body):
             now = time.monotonic()
             event = _event.decode(data)
             if event.error is not None:

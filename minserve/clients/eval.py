@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from minserve.clients.arithmetic_reference import Item, PromptTokens, Reference, load_reference
@@ -98,28 +98,17 @@ async def run_arithmetic(
     console = console or Console(highlight=False, soft_wrap=True)
     async with OpenAIClient(base_url, api_key) as client:
         name = model or await client.first_model()
-        with _progress() as progress:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
             passes = [await _ask_all(client, name, items, many, progress) for many in dict.fromkeys((1, concurrency))]
-            echoes: Sequence[Drift] | str = await _echo_all(client, name, items, concurrency, reference, progress)
-    drifts = [drift for one in passes if (drift := _generated_drift(one, reference)) is not None]
+            echoes = await _echo_all(client, name, items, concurrency, reference, progress)
     console.print(_table(name, items, passes))
-    for drift in drifts:
-        console.print(str(drift))
-    if isinstance(echoes, str):
-        console.print(echoes)
-    else:
-        drifts += echoes
-        for drift in echoes:
-            console.print(str(drift))
+    findings = [*(drift for one in passes for drift in _generated_drift(one, reference)), *echoes]
+    for finding in findings:
+        console.print(str(finding))
     accuracy = min(one.accuracy for one in passes)
     console.print(f"accuracy {accuracy:.3f}")
-    sound = accuracy >= LEAST_ACCURACY and not any(drift.outside for drift in drifts)
+    sound = accuracy >= LEAST_ACCURACY and not any(isinstance(finding, Drift) and finding.outside for finding in findings)
     return ExitCode.OK if sound else ExitCode.SELF_CHECK
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 async def _ask_all(client: OpenAIClient, model: str, items: list[Item], concurrency: int, progress: Progress) -> Pass:
@@ -150,7 +139,7 @@ async def _ask(client: OpenAIClient, model: str, item: Item) -> Answer:
 
 async def _echo_all(
     client: OpenAIClient, model: str, items: list[Item], concurrency: int, reference: Reference, progress: Progress
-) -> list[Drift] | str:
+) -> Sequence[Drift | str]:
     """Drift of prompts and of right answers, whatever the server would have answered; or a sentence why there is none."""
     tokens = PromptTokens()
     task = progress.add_task("log-probabilities of right answers", total=len(items))
@@ -164,24 +153,19 @@ async def _echo_all(
     try:
         measured = await _at_most(concurrency, echo, items)
     except RequestRefused as refusal:
-        return f"no log-probabilities of prompts and right answers: /v1/completions with echo and logprobs was refused: {refusal}"
+        return [
+            f"no log-probabilities of prompts and right answers: /v1/completions with echo and logprobs was refused: {refusal}"
+        ]
     except LookupError:
-        return "no log-probabilities of prompts and right answers: /v1/completions took echo and logprobs but gave no such arrays"
-    prompts, answers, counts = (list(column) for column in zip(*measured, strict=True))
-    positions = sum(counts)
+        return [
+            "no log-probabilities of prompts and right answers: /v1/completions took echo and logprobs but gave no such arrays"
+        ]
+    prompts, answers, positions = (sum(column) for column in zip(*measured, strict=True))
+    of_prompts = sum(item.prompt_log_probability for item in items)
+    of_answers = sum(sum(item.log_probabilities) for item in items)
     return [
-        Drift(
-            "prompt log-probability a token",
-            sum(prompts) / positions,
-            sum(item.prompt_log_probability for item in items) / positions,
-            reference.prompt_bound,
-        ),
-        Drift(
-            "mean log-probability",
-            sum(answers) / len(items),
-            sum(sum(item.log_probabilities) for item in items) / len(items),
-            reference.answer_bound,
-        ),
+        Drift("prompt log-probability a token", prompts / positions, of_prompts / positions, reference.prompt_bound),
+        Drift("mean log-probability", answers / len(items), of_answers / len(items), reference.answer_bound),
     ]
 
 
@@ -212,17 +196,16 @@ async def _at_most(concurrency: int, ask: Callable[[T], Awaitable[R]], items: Se
             task.cancel()
 
 
-def _generated_drift(asked: Pass, reference: Reference) -> Drift | None:
-    """Over the exact answers, whose tokens are those of the reference: what the decode steps computed."""
-    exact = [answer for answer in asked.answers if answer.exact and answer.log_probability is not None]
-    if not exact:
-        return None
-    return Drift(
-        f"generated log-probability, {asked.concurrency} at a time",
-        sum(answer.log_probability or 0.0 for answer in exact) / len(exact),
-        sum(answer.expected for answer in exact) / len(exact),
-        reference.answer_bound,
-    )
+def _generated_drift(asked: Pass, reference: Reference) -> Iterator[Drift]:
+    """Over the exact answers, whose tokens are those of the reference: what the decode steps computed. None without any."""
+    pairs = [
+        (answer.log_probability, answer.expected)
+        for answer in asked.answers
+        if answer.exact and answer.log_probability is not None
+    ]
+    if pairs:
+        measured, expected = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        yield Drift(f"generated log-probability, {asked.concurrency} at a time", measured, expected, reference.answer_bound)
 
 
 def _table(model: str, items: list[Item], passes: list[Pass]) -> Table:
