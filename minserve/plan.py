@@ -15,7 +15,7 @@ import msgspec
 
 from minserve.config import Config, flag_name
 from minserve.errors import CheckpointError, UsageError
-from minserve.quantization import claimed_format, quantization_section, read_json_object
+from minserve.quantization import claimed_format, quantization_section, read_config_json, read_json_object
 from minserve.roofline import H200, Gpu, ModelShape, kv_bytes_per_token, parameters, shape_from_config, step_floor, weight_bytes
 
 FLOOR_BATCHES = (1, 8, 32, 128, 256)
@@ -72,9 +72,7 @@ class Plan:
 def read_config(model: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """config.json of a directory (or that file itself), and what the index beside it says. CheckpointError when unreadable."""
     directory = model.parent if model.name == "config.json" else model
-    config, elsewhere = read_json_object(directory / "config.json"), directory / "hf_quant_config.json"
-    if elsewhere.exists() and not quantization_section(config):
-        config["quantization_config"] = read_json_object(elsewhere).get("quantization")
+    config = read_config_json(directory)
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return config, ()

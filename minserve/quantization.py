@@ -28,10 +28,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_config_json(model_dir: Path) -> dict[str, Any]:
+    """config.json, with the quantisation section that hf_quant_config.json has where config.json has none."""
+    config, elsewhere = read_json_object(model_dir / "config.json"), model_dir / "hf_quant_config.json"
+    if elsewhere.exists() and not quantization_section(config):
+        config["quantization_config"] = read_json_object(elsewhere).get("quantization")
+    return config
+
+
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a config.json, be it at its top or in its text_config; empty when there is none."""
     parts = (part for part in (config.get("text_config"), config) if isinstance(part, Mapping))
-    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), {})
+    sections = (part.get("quantization_config") for part in parts)
+    return next((section for section in sections if isinstance(section, Mapping) and section), {})
 
 
 def claimed_format(quantization: Mapping[str, Any]) -> Literal["fp8_block", "int4_group", "nvfp4"] | None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +24,7 @@ from minserve.models.formats import LAYOUTS, PACKED_SHAPE, Formats, formats_from
 from minserve.models.quantization_claim import config_disagreements
 from minserve.models.safetensors_header import StoredTensor, parse_strict_json, prove_header, read_header_bytes
 from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name, named
+from minserve.quantization import quantization_section, read_config_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -100,38 +100,19 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 def read_quantization_config(model_dir: Path) -> Mapping[str, Any] | None:
     """The quantisation section, wherever releases keep it: config.json, its text_config, or hf_quant_config.json."""
-    config = _read_config(model_dir / "config.json")
-    text_config = config.get("text_config")
-    for section in (config, text_config if isinstance(text_config, dict) else {}):
-        found = section.get("quantization_config")
-        if isinstance(found, dict):
-            return found
-    found = _read_config(model_dir / "hf_quant_config.json").get("quantization")
-    return found if isinstance(found, dict) else None
+    return quantization_section(read_config_json(model_dir)) or None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Empty when there is none. Not strict: published configs hold what strict JSON does not allow, such as Infinity."""
-    config = _read_json(path, json.loads) if path.exists() else {}
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: an object is expected, not {type(config).__name__}")
-    return config
-
-
-def _read_json(path: Path, decode: Callable[[bytes], Any]) -> Any:
+def _read_index(path: Path) -> _Index:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size:,} bytes are too many for a JSON file of a checkpoint")
-        return decode(path.read_bytes())
+        index: _Index = parse_strict_json(path.read_bytes(), msgspec.json.Decoder(_Index).decode)
     except OSError as error:
         raise CheckpointError(f"{path}: {_why_unreadable(path, error)}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid: {error}") from None
-
-
-def _read_index(path: Path) -> _Index:
-    index: _Index = _read_json(path, lambda body: parse_strict_json(body, msgspec.json.Decoder(_Index).decode))
     if not index.weight_map:
         raise CheckpointError(f"{path}: weight_map is empty")
     for file in sorted(set(index.weight_map.values())):
