@@ -94,30 +94,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _AT_LEAST = {
-    "max_num_seqs": 1,
-    "chunked_prefill_size": 1,
-    "prefill_step_ratio": 1,
-    "page_size": 1,
-    "max_queued_requests": 1,
-    "front_workers": 1,
-    "mock_engine": 0,
-    "max_body_bytes": 1,
-    "ep_size": 1,
-    "redundant_experts": 0,
-    "nnodes": 1,
-    "max_model_len": 2,
-    "num_pages": 1,
-    "cpu_kv_cache_bytes": 1,
-    "drain_timeout": 0,
-    "watchdog_timeout": 1,
-    "node_rank": 0,
-    "seed": 0,
+    0: ("mock_engine", "redundant_experts", "drain_timeout", "node_rank", "seed"),
+    1: (
+        *("max_num_seqs", "chunked_prefill_size", "prefill_step_ratio", "page_size", "num_pages", "cpu_kv_cache_bytes"),
+        *("max_queued_requests", "front_workers", "max_body_bytes", "ep_size", "nnodes", "watchdog_timeout"),
+    ),
+    2: ("max_model_len",),
 }
 
 
 def validate(config: Config) -> Config:
     """The same config, or UsageError with the flag and what to do."""
-    for name, least in _AT_LEAST.items():
+    for name, least in ((name, least) for least, names in _AT_LEAST.items() for name in names):
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{flag_name(name)} must be at least {least}, not {value}")
