@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import device
+from waiting import PATIENCE
 
 Result = TypeVar("Result")
 
 
-def gloo(store: dist.Store, rank: int, num_ranks: int, seconds: float = 30.0) -> dist.ProcessGroup:
+def gloo(store: dist.Store, rank: int, num_ranks: int, seconds: float = PATIENCE) -> dist.ProcessGroup:
     """A group that is no process's default one."""
     group = dist.ProcessGroup(store, rank, num_ranks)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -35,7 +36,7 @@ def mesh(num_ranks: int) -> list[dict[int, socket.socket]]:
     return ends
 
 
-def together(num_ranks: int, work: Callable[[int], Result], timeout: float = 60.0) -> list[Result]:
+def together(num_ranks: int, work: Callable[[int], Result], timeout: float = PATIENCE) -> list[Result]:
     """`work(rank)` of all ranks at once: their results, or the first one's exception."""
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}

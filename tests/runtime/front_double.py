@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from waiting import PATIENCE
+
 from minserve import config as configuration
 from minserve.config import Config
 from minserve.messages import (
@@ -27,8 +29,6 @@ from minserve.messages import (
     frame,
 )
 from minserve.request import FinishReason, Request, TokenOutput
-
-WITHIN = 30.0
 
 
 class FrontDouble:
@@ -48,7 +48,7 @@ class FrontDouble:
     def ask(self, *requests: Request) -> None:
         self.send(AddRequests(list(requests)))
 
-    def wait(self, until: Callable[[], bool], within: float = WITHIN) -> None:
+    def wait(self, until: Callable[[], bool], within: float = PATIENCE) -> None:
         """Take in what the engine says until the condition holds."""
         deadline = time.monotonic() + within
         while not until():
@@ -56,7 +56,7 @@ class FrontDouble:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             self._take(self.connection.recv(1 << 20))
 
-    def wait_for_close(self, within: float = WITHIN) -> None:
+    def wait_for_close(self, within: float = PATIENCE) -> None:
         self.connection.settimeout(within)
         while not self.closed:
             self._take(self.connection.recv(1 << 20))
@@ -145,13 +145,13 @@ class EngineProcess(FrontDouble):
     def __exit__(self, *_: object) -> None:
         self.connection.close()
         try:
-            self.process.communicate(timeout=10)
+            self.process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
             raise
 
-    def exit_code(self, within: float = WITHIN) -> int:
+    def exit_code(self, within: float = PATIENCE) -> int:
         return self.process.wait(within)
 
     @property

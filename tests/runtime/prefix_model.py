@@ -6,11 +6,13 @@ It goes through slot_mapping, page_table and seq_lens as a real one does, so a w
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 import torch
 from runtime.scripted import VOCAB, next_token
 from torch import Tensor
+from waiting import PATIENCE
 
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionShape
@@ -31,12 +33,18 @@ class PrefixModel:
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
         self.forwards = 0
+        self.held_at: int | None = None
+        """When set, the forward of this number waits for `go_on`: an engine's loop stands still there."""
+        self.held, self.go_on = threading.Event(), threading.Event()
         self.head_rows: list[int] = []
         self.poisoned: set[int] = set()
         """A token that makes the hidden states of its row NaN from there on."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         self.forwards += 1
+        if self.forwards == self.held_at:
+            self.held.set()
+            assert self.go_on.wait(PATIENCE)
         attention, cache = ctx.attention, ctx.kv_cache[0]
         assert token_ids.shape == positions.shape == attention.slot_mapping.shape
         cache.view(-1, 2)[attention.slot_mapping] = torch.stack((positions, token_ids), dim=1).to(cache.dtype)

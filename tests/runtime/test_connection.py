@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from waiting import PATIENCE
 
 from minserve import config as configuration
 from minserve.config import Config
@@ -60,11 +61,11 @@ def test_waiting_ends_at_once_when_something_comes_and_after_the_time_otherwise(
     ours, connection = ends
     began = time.monotonic()
     assert connection.receive(0.05) == []
-    assert 0.04 < time.monotonic() - began < 1.0
+    assert time.monotonic() - began > 0.04
     threading.Timer(0.05, ours.sendall, [encode_frame(Shutdown())]).start()
     began = time.monotonic()
-    assert connection.receive(10.0) == [Shutdown()]
-    assert time.monotonic() - began < 5.0
+    assert connection.receive(2 * PATIENCE) == [Shutdown()]
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_a_closed_front_is_gone_for_reading_and_writing(ends):
@@ -139,11 +140,12 @@ def test_a_worker_without_requests_still_feels_the_pulse(
     monkeypatch.setattr(connection_module, "_PULSE_SECONDS", 0.2)
     began = time.monotonic()
     beats = 0
-    while time.monotonic() - began < 1.0:
+    while beats < 4:
+        assert time.monotonic() - began < PATIENCE
         connection.send(StepOutputs([TokenOutput(request_id=2)], StepStats(steps=7)))
         heard(workers[0])
         beats += len(heard(workers[1]))
-    assert 3 <= beats <= 6
+    assert time.monotonic() - began > 3 * 0.2
 
 
 def test_the_engine_leaves_when_all_workers_have_said_so(two_workers: tuple[list[socket.socket], FrontConnection]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from runtime.front_double import FrontDouble
 from runtime.prefix_model import PrefixModel, make_runner
 from runtime.scripted import VOCAB, expected, make_limits, request
+from waiting import PATIENCE
 
 from minserve.messages import AbortRequests, Call, Fatal, FinishRequest, Shutdown, StepOutputs
 from minserve.request import FinishReason
@@ -62,9 +65,14 @@ class Running:
             assert self.front.tokens(asked.id) == tokens
             assert self.front.reason(asked.id) is reason
 
+    def hold_at(self, forward):
+        """The loop will stand still in that forward (counted from now) until `self.model.go_on` is set."""
+        self.model.held_at = self.model.forwards + forward
+
     def stop(self):
+        self.model.go_on.set()
         self.front.connection.close()
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
@@ -105,10 +113,9 @@ def test_a_refused_request_is_answered_at_once_and_alone(start):
 
 def test_an_idle_engine_speaks_every_second_and_computes_nothing(start):
     running = start()
-    running.front.wait(lambda: len(running.front.messages) >= 4, within=4.0)
-    gaps = [b - a for a, b in zip(running.front.heard_at, running.front.heard_at[1:], strict=False)]
-    assert max(gaps) < 1.0
-    assert min(gaps) > 0.2  # it sleeps in between
+    running.front.wait(lambda: len(running.front.messages) >= 6)
+    gaps = [b - a for a, b in itertools.pairwise(running.front.heard_at)]
+    assert 0.2 < statistics.median(gaps) < 1.0  # it sleeps in between; a machine that stands still spoils one or two gaps
     assert running.model.forwards == 0
 
 
@@ -116,9 +123,10 @@ def test_an_idle_engine_does_not_spin(start, monkeypatch):
     calls = []
     receive = FrontConnection.receive
     monkeypatch.setattr(FrontConnection, "receive", lambda self, timeout: (calls.append(timeout), receive(self, timeout))[1])
+    began = time.monotonic()
     running = start()
     running.front.wait(lambda: len(running.front.messages) >= 3)
-    assert len(calls) <= 5
+    assert len(calls) <= 2 + (time.monotonic() - began) / 0.25
     assert min(calls) > 0.2
 
 
@@ -131,7 +139,7 @@ def test_an_idle_engine_wakes_at_once(start):
         running.front.ask(request(index, prompt(3, index), 1))
         running.front.finish(index)
         waits.append(time.monotonic() - began)
-    assert min(waits) < 0.1  # the heartbeat alone would take five times that
+    assert min(waits) < 0.25  # the heartbeat alone would take twice that
 
 
 def test_a_step_without_output_speaks_too(start):
@@ -146,21 +154,13 @@ def test_a_step_without_output_speaks_too(start):
 def test_a_stuck_loop_is_silent(start):
     """A heartbeat from another thread would hide this."""
     running = start()
-    go_on, stuck = threading.Event(), threading.Event()
-    forward = running.model.forward
-
-    def hang(*arguments):
-        stuck.set()
-        go_on.wait(20)
-        return forward(*arguments)
-
-    running.model.forward = hang
+    running.hold_at(1)
     running.front.ask(request(1, prompt(3), 1))
-    assert stuck.wait(10)
+    assert running.model.held.wait(PATIENCE)
     while not running.front.silent_for(0.3):
         pass  # what was said before
     assert running.front.silent_for(1.5)
-    go_on.set()
+    running.model.go_on.set()
     running.front.finish(1)
 
 
@@ -168,10 +168,11 @@ def test_a_stuck_loop_is_silent(start):
 def test_an_abort_in_a_long_prompt_leaves_no_page_behind(start, after):
     running = start(chunked_prefill_size=4)
     running.front.rest()
+    running.hold_at(1 + after)
     running.front.ask(request(1, prompt(40), 20))
-    count = len(running.front.messages)
-    running.front.wait(lambda: len(running.front.messages) >= count + after)
+    assert running.model.held.wait(PATIENCE)
     running.front.send(AbortRequests([1]))
+    running.model.go_on.set()
     running.front.rest()
     assert running.front.reason(1) is None
     after_abort = request(2, prompt(40), 5)
@@ -195,9 +196,11 @@ def test_many_aborts_and_then_one_request(start):
 
 def test_the_front_may_finish_a_request(start):
     running = start()
+    running.hold_at(7)
     running.front.ask(request(1, prompt(5), 50))
     running.front.wait(lambda: len(running.front.tokens(1)) >= 4)
     running.front.send(FinishRequest(1, FinishReason.STOP, 4))
+    running.model.go_on.set()
     running.front.rest()
     assert running.front.reason(1) is None
     assert len(running.front.tokens(1)) < 50
@@ -222,7 +225,7 @@ def test_shutdown_ends_the_loop_even_with_work(start):
     running.front.ask(request(1, prompt(5), 50))
     running.front.send(Shutdown())
     running.front.wait_for_close()
-    running.thread.join(10)
+    running.thread.join(PATIENCE)
     assert running.raised is None
 
 
@@ -292,7 +295,7 @@ def test_a_failing_forward_is_the_engines_end_with_a_last_word(monkeypatch):
     thread.start()
     front.ask(request(1, prompt(3), 2))
     front.wait(lambda: any(isinstance(message, Fatal) for message in front.messages))
-    thread.join(10)
+    thread.join(PATIENCE)
     connection.close()
     ours.close()
     assert codes == [1]
@@ -302,10 +305,12 @@ def test_a_failing_forward_is_the_engines_end_with_a_last_word(monkeypatch):
 
 def test_calls_are_answered_between_steps(start):
     running = start()
+    running.hold_at(5)
     asked = request(1, prompt(5), 40)
     running.front.ask(asked)
     running.front.wait(lambda: len(running.front.tokens(1)) >= 2)
     running.front.send(Call(9, "server_info"))
+    running.model.go_on.set()
     running.check(asked)
     replies = [m for m in running.front.messages if getattr(m, "call_id", None) == 9]
     assert replies[0].result["stats"]["num_running"] == 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from waiting import PATIENCE
 
 from minserve import config as configuration
 from minserve.config import Config
@@ -47,13 +48,13 @@ class Front:
         self._connection.sendall(b"".join(map(encode_frame, messages)))
 
     def receive(self) -> list[ToFront]:
-        self._connection.settimeout(5)
+        self._connection.settimeout(PATIENCE)
         messages = [decode_to_front(body) for body in self._frames.feed(self._connection.recv(1 << 20))]
         self.steps += [message.outputs for message in messages if isinstance(message, StepOutputs) and message.outputs]
         return messages
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline
             self.receive()
@@ -73,7 +74,7 @@ def running(**settings: float) -> Iterator[tuple[Front, Ready]]:
     (ready,) = [message for message in front.receive() if isinstance(message, Ready)]
     yield front, ready
     front.send(Shutdown())
-    thread.join(5)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     ours.close()
     connection.close()
@@ -103,8 +104,8 @@ def test_the_pace_is_that_of_each_request() -> None:
         began = time.monotonic()
         front.send(AddRequests([request(number, 30) for number in range(1, 9)]))
         front.until(lambda: bool(front.of(8)) and front.of(8)[-1].finish_reason is not None)
-        assert 0.28 <= time.monotonic() - began < 1.5
-        assert len(front.steps) == 30
+        assert time.monotonic() - began >= 0.28
+        assert len(front.steps) == 30, "a token for each in every step"
 
 
 def test_aborted_and_finished_requests_are_gone() -> None:
