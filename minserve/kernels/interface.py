@@ -92,7 +92,10 @@ class LinearWeight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The rank's experts, stacked by slot. Gate rows first, then up rows, not interleaved."""
+    """The rank's experts, stacked by slot. Gate rows first, then up rows, not interleaved.
+
+    In FP8, I is a multiple of 128: no block of scales holds gate and up rows.
+    """
 
     w13: Tensor
     """[E, 2I, H]; INT4: int32 [E, 2I, H/8], eight values plus 8 in each, the lowest nibble first."""

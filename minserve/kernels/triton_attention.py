@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape
-from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors
 
 
 @triton.jit
@@ -273,8 +273,7 @@ class TritonAttention:
 
     def __init__(self, device: torch.device, *, fixed: bool = False) -> None:
         self.fixed = fixed
-        self.num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-        """Streaming multiprocessors to keep busy."""
+        self.num_processors = num_processors(device)
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> TritonPlan:
         """Cuts the step by its shape; safe to call again, or to keep, for any lengths of the same shape."""

@@ -19,6 +19,7 @@ from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_expert_rows import experts_vector
 from minserve.kernels.triton_grouping import (
+    FP8_BLOCK,
     Tiles,
     combine,
     own_pairs,
@@ -169,6 +170,7 @@ def _product(
     """Fills the rows of out that tiles list; row_divisor > 0: gate and up, of x's row `row // row_divisor`; 0: down, of `row`."""
     gated = row_divisor > 0
     n_size, k_size = weight.shape[1] // (2 if gated else 1), weight.shape[2]
+    assert not gated or scale is None or n_size % FP8_BLOCK == 0, "a block of scales would hold gate and up rows"
     halves, n_blocks = scale is not None and x.element_size() == 2, triton.cdiv(n_size, block.n)
     _product_kernel[(tiles.count * n_blocks,)](
         x,

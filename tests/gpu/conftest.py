@@ -13,17 +13,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from gpu.kernel_samples import DEVICE, INTERPRETED
 
 from minserve.kernels.interface import Kernels
+
+if INTERPRETED:
+    from gpu import interpreter
+
+    interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """pytest hands over the items of the whole run; only this folder's are meant."""
-    reason = None if torch.cuda.is_available() else "no CUDA device"
     for item in (item for item in items if Path(__file__).parent in item.path.parents):
         item.add_marker(pytest.mark.gpu)
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if INTERPRETED and item.get_closest_marker("interpreted") is None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, not Triton's interpreter"))
+        elif not INTERPRETED and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +43,15 @@ def seed() -> int:
     return value
 
 
-@pytest.fixture(params=["torch-gpu", "hopper"])
+@pytest.fixture(params=["torch-gpu"] if INTERPRETED else ["torch-gpu", "hopper"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if INTERPRETED:
+        from minserve.kernels.torch_gpu import torch_gpu
+
+        return torch_gpu(DEVICE)
     from minserve.kernels import stacks
 
-    return stacks.build(request.param, torch.device("cuda"))
+    return stacks.build(request.param, DEVICE)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +12,16 @@ from torch import Tensor
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, kv_page_shape
 
-DEVICE = torch.device("cuda")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""The kernels run in Triton's interpreter, on a CPU: a hundred programs a second."""
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BF16 = torch.bfloat16
+Sizes = TypeVar("Sizes")
+
+
+def sized(real: Sizes, small: Sizes) -> Sizes:
+    """What a test runs with on a GPU, or in the interpreter."""
+    return small if INTERPRETED else real
 
 
 def distance(result: Tensor, truth: Tensor) -> float:
@@ -45,6 +55,9 @@ def int4(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def expert_weights(experts: int, hidden: int, inner: int, kind: str) -> ExpertWeights:
+    """FP8: the inner width is rounded up to whole blocks."""
+    if kind == "fp8":
+        inner = -(-inner // 128) * 128
     if kind != "bf16":
         random = fp8 if kind == "fp8" else int4
         (w13, s13), (w2, s2) = random(experts, 2 * inner, hidden), random(experts, hidden, inner)

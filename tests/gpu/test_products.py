@@ -10,6 +10,7 @@ import torch
 from gpu.kernel_samples import (
     BF16,
     DEVICE,
+    INTERPRETED,
     choices,
     distance,
     expert_truth,
@@ -19,14 +20,20 @@ from gpu.kernel_samples import (
     one_expert,
     quantised,
     same_bits,
+    sized,
 )
 
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels, LinearWeight
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
 # (experts, hidden, inner, top_k): a tiny one, then the widths of Qwen3-30B, Moonlight, DeepSeek-V3 and Qwen2-57B.
-SIZES = [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 2048, 4), (8, 3584, 2560, 4)]
+SIZES = sized(
+    [(8, 128, 256, 2), (16, 2048, 768, 8), (16, 2048, 1408, 6), (8, 7168, 2048, 4), (8, 3584, 2560, 4)],
+    [(4, 128, 256, 2), (6, 160, 96, 3)],
+)
+WIDE = sized((16, 2048, 768, 8), (4, 160, 96, 3))
+"""The sizes of tests about which rows matter."""
 KINDS = ["bf16", "fp8", "int4"]
 BF16_ERROR = 8e-3
 FP8_ACTIVATION_ERROR = 6e-2
@@ -45,17 +52,8 @@ def expert_path(name: str) -> Callable[..., torch.Tensor]:
     return functools.partial(DeepGemmProducts().experts_grouped, masked=name == "masked")
 
 
-PATHS = [
-    ("vector", 1),
-    ("vector", 2),
-    ("tiled", 1),
-    ("tiled", 5),
-    ("tiled", 8),
-    ("tiled", 30),
-    ("tiled", 300),
-    ("masked", 30),
-    ("contiguous", 300),
-]
+PATHS = [("vector", 1), ("vector", 2), ("tiled", 1), ("tiled", 5), ("tiled", 8), ("tiled", 30)]
+PATHS += sized([("tiled", 300), ("masked", 30), ("contiguous", 300)], [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,14 +73,15 @@ def test_experts_equal_the_reference(kind: str, sizes: tuple[int, int, int, int]
     if quantises:
         assert distance(result, expert_truth(x, ids, shares, weights, fp8_activations=True)) < FP8_ROUNDING
     assert same_bits(x, before)
-    assert same_bits(result, function(x, ids, shares, weights))
+    assert INTERPRETED or same_bits(result, function(x, ids, shares, weights))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [3, 30, 300])
+@pytest.mark.parametrize("tokens", sized([3, 30, 300], [3, 20]))
 def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, tokens: int) -> None:
-    weights = expert_weights(16, 2048, 768, kind)
-    x, (ids, shares) = normal(tokens, 2048), choices(tokens, 8, 16)
+    experts, hidden, inner, top_k = WIDE
+    weights = expert_weights(experts, hidden, inner, kind)
+    x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
     full = kernels.experts_flat(x, ids, shares, weights)
     padded_ids, padded_x, padded_shares = ids.clone(), x.clone(), shares.clone()
     padded_ids[2:], padded_x[2:], padded_shares[2:] = -1, float("nan"), float("nan")
@@ -92,12 +91,13 @@ def test_padded_rows_add_nothing_and_stay_finite(kernels: Kernels, kind: str, to
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [2, 7, 30, 128, 300])
+@pytest.mark.parametrize("tokens", sized([2, 7, 30, 128, 300], [5, 20]))
 def test_a_row_depends_on_no_other(kernels: Kernels, kind: str, tokens: int) -> None:
-    weights = expert_weights(16, 2048, 768, kind)
+    experts, hidden, inner, top_k = WIDE
+    weights = expert_weights(experts, hidden, inner, kind)
     (x, other_x), (ids, shares), (other_ids, other_shares) = (
-        normal(2, tokens, 2048),
-        *(choices(tokens, 8, 16) for _ in range(2)),
+        normal(2, tokens, hidden),
+        *(choices(tokens, top_k, experts) for _ in range(2)),
     )
     kept = [0, tokens - 1]
     other_x[kept], other_ids[kept], other_shares[kept] = x[kept], ids[kept], shares[kept]
@@ -109,10 +109,15 @@ def test_a_row_depends_on_no_other(kernels: Kernels, kind: str, tokens: int) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [0, 1, 8, 100, 300])
+@pytest.mark.parametrize("tokens", sized([0, 1, 8, 100, 300], [0, 1, 8, 40]))
 def test_all_tokens_may_choose_one_expert(kernels: Kernels, kind: str, tokens: int) -> None:
-    weights, x, (ids, shares) = expert_weights(16, 2048, 768, kind), normal(tokens, 2048), choices(tokens, 8, 16)
-    ids[:], ids[:, 3] = -1, 5
+    experts, hidden, inner, top_k = WIDE
+    weights, x, (ids, shares) = (
+        expert_weights(experts, hidden, inner, kind),
+        normal(tokens, hidden),
+        choices(tokens, top_k, experts),
+    )
+    ids[:], ids[:, 1] = -1, 3
     result = kernels.experts_flat(x, ids, shares, weights)
     bound = FP8_ACTIVATION_ERROR if (kind, kernels.name) == ("fp8", "hopper") else BF16_ERROR
     assert result.shape == x.shape
@@ -121,7 +126,7 @@ def test_all_tokens_may_choose_one_expert(kernels: Kernels, kind: str, tokens: i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
-@pytest.mark.parametrize("capacity", [40, 128])
+@pytest.mark.parametrize("capacity", sized([40, 128], [40]))
 def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: tuple[int, int, int, int], capacity: int) -> None:
     experts, hidden, inner, _ = sizes
     weights = expert_weights(experts, hidden, inner, kind)
@@ -140,9 +145,10 @@ def test_masked_experts_equal_the_reference(kernels: Kernels, kind: str, sizes: 
 def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
     from minserve.kernels import triton_expert_rows, triton_experts
 
-    weights = expert_weights(4, 384, 640, kind)
-    for tokens in (2, 9, 60, 150, 700):
-        x, (ids, shares) = normal(tokens, 384), choices(tokens, 2, 4)
+    experts, hidden, inner, top_k = sized((4, 384, 640, 2), (2, 160, 96, 1))
+    weights = expert_weights(experts, hidden, inner, kind)
+    for tokens in sized((2, 9, 60, 150, 700), (9, 60, 150, 220)):
+        x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
         result = triton_experts.experts_tiled(x, ids, shares, weights)
         assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
         if tokens <= 16 and kind != "int4":
@@ -150,7 +156,10 @@ def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
             assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    sized([(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256)], [(1, 8, 64), (40, 4, 16), (70, 4, 8), (1400, 3, 5)]),
+)
 def test_pairs_are_placed_in_order(tokens: int, top_k: int, experts: int) -> None:
     from minserve.kernels import triton_grouping
 
@@ -185,10 +194,11 @@ def test_pairs_are_placed_in_order(tokens: int, top_k: int, experts: int) -> Non
 def test_quantised_rows_and_scales_equal_the_ideal() -> None:
     from minserve.kernels import triton_grouping
 
-    x = normal(77, 2048)
+    width = sized(2048, 1280)
+    x = normal(77, width)
     rows, scales = triton_grouping.move_rows(x, 77, quantize=True)
     assert scales is not None
-    assert scales.stride() == (80 * 16, 1, 80)
+    assert scales.stride() == (80 * (width // 128), 1, 80)
     assert distance(rows.float() * scales[0].repeat_interleave(128, dim=1), quantised(x)) < 3e-3
     gated, gated_scales = triton_grouping.move_rows(x, 77, gated=True, quantize=True)
     assert gated_scales is not None
@@ -196,7 +206,9 @@ def test_quantised_rows_and_scales_equal_the_ideal() -> None:
     assert distance(gated.float() * gated_scales[0].repeat_interleave(128, dim=1), truth) < 4e-2
 
 
-@pytest.mark.parametrize(("n", "k"), [(576, 7168), (5120, 2048), (2048, 1408), (256, 128), (200, 384)])
+@pytest.mark.parametrize(
+    ("n", "k"), sized([(576, 7168), (5120, 2048), (2048, 1408), (256, 128), (200, 384)], [(256, 128), (200, 384), (40, 4200)])
+)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 300])
 def test_fp8_linear_equals_the_reference(kernels: Kernels, n: int, k: int, tokens: int) -> None:
     (weight, scale), x, bias = fp8(n, k), normal(tokens, k), normal(n)
@@ -210,7 +222,9 @@ def test_fp8_linear_equals_the_reference(kernels: Kernels, n: int, k: int, token
             assert distance(result, reference.linear(quantised(x), LinearWeight(weight, scale), wide)) < BF16_ERROR
 
 
-@pytest.mark.parametrize(("n", "k"), [(5120, 2048), (2048, 4096), (2048, 2048), (2048, 11264), (600, 7168), (200, 96)])
+@pytest.mark.parametrize(
+    ("n", "k"), sized([(5120, 2048), (2048, 4096), (2048, 2048), (2048, 11264), (600, 7168), (200, 96)], [(200, 96), (40, 600)])
+)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 33])
 def test_plain_linear_equals_the_reference(kernels: Kernels, n: int, k: int, tokens: int) -> None:
     x, weight, bias = normal(tokens, k), normal(n, k), normal(n)

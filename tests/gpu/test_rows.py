@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.kernel_samples import DEVICE, distance, normal, same_bits
+from gpu.kernel_samples import DEVICE, distance, normal, same_bits, sized
 
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels, RouterConfig
 
-pytestmark = pytest.mark.usefixtures("poisoned")
-WIDTHS = [48, 128, 2048, 7168]
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
+WIDTHS = sized([48, 128, 2048, 7168], [48, 128, 600])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -35,7 +35,7 @@ def test_norms_read_views(kernels: Kernels) -> None:
     assert distance(kernels.rms_norm(latent, gain, 1e-5), reference.rms_norm(latent.float(), gain, 1e-5)) < 4e-3
 
 
-@pytest.mark.parametrize("inner", [70, 768, 18432])
+@pytest.mark.parametrize("inner", sized([70, 768, 18432], [70, 1500]))
 def test_silu_and_mul_equals_the_reference(kernels: Kernels, inner: int) -> None:
     x = normal(5, 2 * inner)
     assert distance(kernels.silu_and_mul(x), reference.silu_and_mul(x.float())) < 4e-3
@@ -55,8 +55,13 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (19, 7168), (300, 1000)])
+ROUTED = sized(
+    [(name, tokens, hidden) for name in ROUTERS for tokens, hidden in ((1, 2048), (19, 7168), (300, 1000))],
+    [*((name, 3, 300) for name in ROUTERS), ("deepseek-v3, shared expert fused", 17, 100), ("tiny", 257, 70)],
+)
+
+
+@pytest.mark.parametrize(("name", "tokens", "hidden"), ROUTED)
 def test_router_chooses_as_the_reference(kernels: Kernels, name: str, tokens: int, hidden: int) -> None:
     experts, config = ROUTERS[name]
     x, weight = normal(tokens, hidden), normal(experts, hidden, std=2 * hidden**-0.5, dtype=torch.float32)
