@@ -267,7 +267,7 @@ class Generation:
         if not self.open or self.aborted_by is not None:
             return
         self.aborted_by = cause
-        self.model.metrics.abort(cause, self._engines.abort(self._request_ids))
+        self.model.metrics.aborts[cause] += self._engines.abort(self._request_ids)
         if error is not None:
             self.mailbox.fail(error)
 
@@ -280,7 +280,7 @@ class Generation:
         if queue_seconds is not None:
             self.model.metrics.queue_time.observe(queue_seconds)
         if number % self.options.best_of == 0:
-            self.model.metrics.prompt_tokens.inc(len(self.prompt_of(number).token_ids))
+            self.model.metrics.prompt_tokens += len(self.prompt_of(number).token_ids)
 
     def _end(self, number: int, choice: Choice) -> None:
         self._open -= 1

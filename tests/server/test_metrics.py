@@ -87,7 +87,7 @@ def test_counts_agree_with_what_was_served(start_edge: Start) -> None:
 
 
 def test_pages_of_several_workers_are_summed() -> None:
-    page = b'# HELP a:x_total Things\n# TYPE a:x_total counter\na:x_total{m="t"} 2.0\na:x_created{m="t"} 1.7e+09\n'
-    other = page.replace(b"2.0", b"3.5").replace(b"1.7e+09", b"1.8e+09")
+    page = b'# HELP a:x_total Things\n# TYPE a:x_total counter\na:x_total{m="t"} 2.0\n'
+    other = page.replace(b"2.0", b"3.5")
     assert _summed_pages([page, other]) == page.replace(b"2.0", b"5.5")
     assert _summed_pages([page]) == page
