@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minserve import launch, library_probe
-from minserve.config import Config
+from minserve.config import Config, kernel_cache_directory
 from minserve.errors import EnvironmentFault
 from minserve.library_probe import LIBRARIES, Verdict
 
@@ -33,7 +33,6 @@ _OPEN_FILES = 65_536
 _SHARED_MEMORY = GIB
 """Ranks of one host hand NCCL's and DeepEP's handles over in /dev/shm; a container's default is 64 MiB."""
 _CACHE_ROOM = 2 * GIB
-_PROC = Path("/proc")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +58,11 @@ class GpuProcess:
     """Bytes."""
 
 
+def _judged(area: str, item: str, sound: bool, detail: str, otherwise: Status, remedy: str) -> Finding:
+    """Sound, or else this status and what to do."""
+    return Finding(area, item, "ok" if sound else otherwise, detail, "" if sound else remedy)
+
+
 def examine(config: Config) -> list[Finding]:
     """All findings for a start with these settings, in the report's order. The slow looks run side by side."""
     environment = launch.engine_environment(config)
@@ -67,20 +71,17 @@ def examine(config: Config) -> list[Finding]:
         libraries = pool.submit(library_probe.probe, LIBRARIES, environment)
         nccl = pool.submit(library_probe.shared_library_facts, "libnccl.so.2", environment, "ncclGetVersion")
         nvshmem = pool.submit(library_probe.shared_library_facts, "libnvshmem_host.so.3", environment)
-        driver, processes = pool.submit(_nvidia_smi, "driver_version"), pool.submit(_gpu_processes)
-        compilers = pool.submit(lambda: list(_compilers(environment)))
+        driver, processes = pool.submit(_nvidia_smi, "--query-gpu=driver_version"), pool.submit(_gpu_processes)
+        compilers = pool.submit(_compilers, environment)
         facts = torch_report.result()
         gpus: list[dict[str, Any]] = facts.get("gpus", [])
         on_gpu = bool(gpus) and config.device != "cpu"
-        findings = list(_python_and_torch(config, facts, driver.result()))
+        findings = [*_python_and_torch(config, facts, driver.result())]
         findings += [_library(config, verdict, on_gpu) for verdict in libraries.result()]
-        findings += _communication(config, nccl.result(), nvshmem.result(), on_gpu)
-        findings += compilers.result() if on_gpu else []
-        findings += _gpus(config, gpus, processes.result()) if on_gpu else []
-    findings += _limits(config, on_gpu)
-    findings += _ports(config)
-    findings += _folders(config)
-    return findings
+        if on_gpu and config.ep_size > 1:
+            findings += [_communication("NCCL", nccl.result(), "fault"), _communication("NVSHMEM", nvshmem.result(), "note")]
+        findings += [*compilers.result(), *_gpus(config, gpus, processes.result())] if on_gpu else []
+    return [*findings, *_limits(config, on_gpu), *_ports(config), *_folders(config)]
 
 
 def _python_and_torch(config: Config, facts: Mapping[str, Any], driver: list[str]) -> Iterable[Finding]:
@@ -93,9 +94,10 @@ def _python_and_torch(config: Config, facts: Mapping[str, Any], driver: list[str
     abi = "C++11 ABI" if facts["cxx11_abi"] else "old C++ ABI"
     yield Finding("software", "torch", "ok", f"{facts['version']}, {f'CUDA {cuda}' if cuda else 'built without CUDA'}, {abi}")
     if driver:
-        status: Status = "ok" if facts["available"] or config.device == "cpu" else "fault"
-        cure = "" if status == "ok" else "a torch whose CUDA the driver supports: pip install torch==2.11.0 (CUDA 13: driver 580)"
-        yield Finding("software", "driver", status, driver[0] if status == "ok" else f"{driver[0]}, but torch sees no GPU", cure)
+        sound = facts["available"] or config.device == "cpu"
+        cure = "a torch whose CUDA the driver supports: pip install torch==2.11.0 (CUDA 13: driver 580)"
+        said = driver[0] if sound else f"{driver[0]}, but torch sees no GPU"
+        yield _judged("software", "driver", sound, said, "fault", cure)
     elif config.device == "cuda":
         yield Finding("software", "driver", "fault", "no NVIDIA driver answers", "--device cpu, or a machine with a GPU")
     else:
@@ -127,40 +129,29 @@ def _needed(config: Config) -> set[str]:
     return {"triton"} | vendor | ({"deep_ep"} if config.stack == "hopper-ep" or config.moe_dispatcher == "deepep" else set())
 
 
-def _communication(config: Config, nccl: Mapping[str, Any], nvshmem: Mapping[str, Any], on_gpu: bool) -> Iterable[Finding]:
-    if not on_gpu or config.ep_size == 1:
-        return
-    for name, facts, package in (("NCCL", nccl, "nvidia-nccl-cu13"), ("NVSHMEM", nvshmem, "nvidia-nvshmem-cu13")):
-        if facts["error"]:
-            yield Finding("libraries", name, "fault" if name == "NCCL" else "note", facts["error"], f"pip install {package}")
-        else:
-            yield Finding("libraries", name, "ok", f"version {facts['version']}" if facts.get("version") else "found")
+def _communication(name: str, facts: Mapping[str, Any], otherwise: Status) -> Finding:
+    found = f"version {facts['version']}" if facts.get("version") else "found"
+    cure = f"pip install nvidia-{name.lower()}-cu13"
+    return _judged("libraries", name, not facts["error"], facts["error"] or found, otherwise, cure)
 
 
-def _compilers(environment: Mapping[str, str]) -> Iterable[Finding]:
+def _compilers(environment: Mapping[str, str]) -> list[Finding]:
     """What the kernel libraries call at run time for shapes that the cache lacks."""
     path = environment.get("PATH")
     c = shutil.which(environment.get("CC", "cc"), path=path) or shutil.which("gcc", path=path)
-    yield (
-        Finding("compilers", "C compiler", "ok", c)
-        if c
-        else Finding("compilers", "C compiler", "fault", "none: Triton cannot launch kernels", "apt-get install gcc libc6-dev")
-    )
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=os.pathsep.join(filter(None, [f"{home}/bin", path])))
-    if nvcc is None:
-        cure = "set CUDA_HOME to a CUDA 13 toolkit, or pip install nvidia-cuda-nvcc==13.0.*"
-        yield Finding("compilers", "nvcc", "note", "none: only kernels that the cache holds can run on stack hopper", cure)
-    else:
-        said = _output([nvcc, "--version"]).strip().splitlines()
-        release = next((line.partition("release ")[2].partition(",")[0] for line in said if "release" in line), "unknown")
-        yield Finding("compilers", "nvcc", "ok", f"{release} at {nvcc}")
+    said = _output([nvcc, "--version"]).splitlines() if nvcc else []
+    release = next((line.partition("release ")[2].partition(",")[0] for line in said if "release" in line), "unknown")
     ninja = shutil.which("ninja", path=path)
-    yield (
-        Finding("compilers", "ninja", "ok", ninja)
-        if ninja
-        else Finding("compilers", "ninja", "note", "none: FlashInfer cannot compile what the cache lacks", "pip install ninja")
-    )
+    area, toolkit = "compilers", "set CUDA_HOME to a CUDA 13 toolkit, or pip install nvidia-cuda-nvcc==13.0.*"
+    no_c, no_nvcc = "none: Triton cannot launch kernels", "none: only kernels that the cache holds can run on stack hopper"
+    no_ninja = "none: FlashInfer cannot compile what the cache lacks"
+    return [
+        _judged(area, "C compiler", c is not None, c or no_c, "fault", "apt-get install gcc libc6-dev"),
+        _judged(area, "nvcc", nvcc is not None, f"{release} at {nvcc}" if nvcc else no_nvcc, "note", toolkit),
+        _judged(area, "ninja", ninja is not None, ninja or no_ninja, "note", "pip install ninja"),
+    ]
 
 
 def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[GpuProcess]) -> Iterable[Finding]:
@@ -171,49 +162,35 @@ def _gpus(config: Config, gpus: list[dict[str, Any]], processes: list[GpuProcess
     for index, gpu in enumerate(gpus[:local]):
         free, total = gpu["free"] / GIB, gpu["total"] / GIB
         text = f"{gpu['name']}, sm_{gpu['capability'][0]}{gpu['capability'][1]}, {free:.1f} of {total:.1f} GiB free"
-        wanted = config.gpu_memory_utilization * total
-        if free < wanted:
-            holders = [f"pid {one.pid} holds {one.used / GIB:.1f} GiB" for one in processes if one.gpu == gpu["uuid"]]
-            held = ", ".join(holders) or "nothing visible holds it"
-            cure = f"end what holds it ({held}), or --gpu-memory-utilization {max(0.05, int(free / total * 50) / 50):.2f}"
-            yield Finding("GPUs", f"GPU {index}", "fault", text, cure)
-        else:
-            yield Finding("GPUs", f"GPU {index}", "ok", text)
+        holders = [f"pid {one.pid} holds {one.used / GIB:.1f} GiB" for one in processes if one.gpu == gpu["uuid"]]
+        held = ", ".join(holders) or "nothing visible holds it"
+        cure = f"end what holds it ({held}), or --gpu-memory-utilization {max(0.05, int(free / total * 50) / 50):.2f}"
+        yield _judged("GPUs", f"GPU {index}", free >= config.gpu_memory_utilization * total, text, "fault", cure)
         lacking = [other for other in range(local) if other != index and other not in gpu["peers"] and other < len(gpus)]
         if lacking:
             cure = "DeepEP needs NVLink between all GPUs of a host: --moe-dispatcher torch"
             yield Finding("GPUs", f"GPU {index} peers", "note", f"no peer access to {lacking}", cure)
     for one in processes:
         if _is_orphan(one.pid):
-            cure = f"kill {one.pid}, if it is of no use to anyone"
-            yield Finding(
-                "GPUs", f"process {one.pid}", "note", f"{one.name} lost its parent and holds {one.used / GIB:.1f} GiB", cure
-            )
+            text = f"{one.name} lost its parent and holds {one.used / GIB:.1f} GiB"
+            yield Finding("GPUs", f"process {one.pid}", "note", text, f"kill {one.pid}, if it is of no use to anyone")
 
 
 def _limits(config: Config, on_gpu: bool) -> Iterable[Finding]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES
-    text = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
-    cure = "" if enough else f"ulimit -Hn {_OPEN_FILES}: each connection is a file"
-    yield Finding("limits", "open files", "ok" if enough else "note", text, cure)
+    enough, text = files == resource.RLIM_INFINITY or files >= _OPEN_FILES, f"{files:,}"
+    text = "unlimited" if files == resource.RLIM_INFINITY else text
+    yield _judged("limits", "open files", enough, text, "note", f"ulimit -Hn {_OPEN_FILES}: each connection is a file")
     if not on_gpu:
         return
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    free = locked == resource.RLIM_INFINITY
-    several = config.nnodes > 1
-    yield Finding(
-        "limits", "locked memory", "ok" if free else "fault" if several else "note",
-        "unlimited" if free else f"{locked / GIB:.2f} GiB", "" if free else "ulimit -l unlimited (docker: --ulimit memlock=-1)",
-    )  # fmt: skip
+    free, text = locked == resource.RLIM_INFINITY, f"{locked / GIB:.2f} GiB"
+    text, cure = "unlimited" if free else text, "ulimit -l unlimited (docker: --ulimit memlock=-1)"
+    yield _judged("limits", "locked memory", free, text, "fault" if config.nnodes > 1 else "note", cure)
     with contextlib.suppress(OSError):
-        room = os.statvfs("/dev/shm")
-        size = room.f_bavail * room.f_frsize
-        enough = size >= _SHARED_MEMORY or config.ep_size == 1
-        yield Finding(
-            "limits", "/dev/shm", "ok" if enough else "fault", f"{size / GIB:.2f} GiB free",
-            "" if enough else "docker: --ipc=host or --shm-size=8g",
-        )  # fmt: skip
+        size = shutil.disk_usage("/dev/shm").free
+        enough, cure = size >= _SHARED_MEMORY or config.ep_size == 1, "docker: --ipc=host or --shm-size=8g"
+        yield _judged("limits", "/dev/shm", enough, f"{size / GIB:.2f} GiB free", "fault", cure)
 
 
 def _ports(config: Config) -> Iterable[Finding]:
@@ -229,7 +206,7 @@ def _ports(config: Config) -> Iterable[Finding]:
 
 
 def _folders(config: Config) -> Iterable[Finding]:
-    kernels = Path(next(iter(launch.kernel_cache_variables(config).values()))).parent
+    kernels = kernel_cache_directory(config)
     yield _writable("kernel cache", kernels, "--kernel-cache FOLDER")
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
@@ -237,27 +214,19 @@ def _folders(config: Config) -> Iterable[Finding]:
         yield Finding("folders", "hub cache", "ok", f"{hub} does not exist yet")
         return
     models = sorted(hub.glob("models--*"))
-    dangling = [str(link.relative_to(hub)) for model in models for link in model.glob("snapshots/*/*") if _dangles(link)]
-    if dangling:
-        text = f"{len(dangling)} links of {hub} lead nowhere, first {dangling[0]}"
-        yield Finding("folders", "hub cache", "note", text, "download that model again")
-    else:
-        yield Finding("folders", "hub cache", "ok", f"{hub}, {len(models)} models")
-
-
-def _dangles(link: Path) -> bool:
-    return link.is_symlink() and not link.exists()
+    links = (link for model in models for link in model.glob("snapshots/*/*"))
+    dangling = [str(link.relative_to(hub)) for link in links if link.is_symlink() and not link.exists()]
+    text = f"{len(dangling)} links of {hub} lead nowhere, first {dangling[0]}" if dangling else f"{hub}, {len(models)} models"
+    yield _judged("folders", "hub cache", not dangling, text, "note", "download that model again")
 
 
 def _writable(item: str, folder: Path, cure: str) -> Finding:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("folders", item, "note", f"{folder} cannot be written: every start compiles anew", cure)
-    room = os.statvfs(existing)
-    free = room.f_bavail * room.f_frsize
-    if free < _CACHE_ROOM:
-        return Finding("folders", item, "note", f"{folder}: {free / GIB:.2f} GiB left, compiled kernels need up to 2", cure)
-    return Finding("folders", item, "ok", f"{folder}, {free / GIB:.0f} GiB left")
+    free = shutil.disk_usage(existing).free
+    left = f"{free / GIB:.0f} GiB left" if free >= _CACHE_ROOM else f"{free / GIB:.2f} GiB left, compiled kernels need up to 2"
+    return _judged("folders", item, free >= _CACHE_ROOM, f"{folder}, {left}", "note", cure)
 
 
 def _output(words: list[str]) -> str:
@@ -269,13 +238,12 @@ def _output(words: list[str]) -> str:
 
 
 def _nvidia_smi(query: str) -> list[str]:
-    return _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]).split("\n")[:-1]
+    return _output(["nvidia-smi", query, "--format=csv,noheader,nounits"]).splitlines()
 
 
 def _gpu_processes() -> list[GpuProcess]:
-    words = ["nvidia-smi", "--query-compute-apps=gpu_uuid,process_name,pid,used_memory", "--format=csv,noheader,nounits"]
     found = []
-    for line in _output(words).splitlines():
+    for line in _nvidia_smi("--query-compute-apps=gpu_uuid,process_name,pid,used_memory"):
         with contextlib.suppress(ValueError):
             head, pid, mebibytes = (part.strip() for part in line.rsplit(",", 2))
             gpu, _, name = head.partition(", ")
@@ -286,7 +254,7 @@ def _gpu_processes() -> list[GpuProcess]:
 def _is_orphan(pid: int) -> bool:
     """Did the process's parent die? Then init is its parent, or whatever adopts orphans: only init is told here."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]) == 1
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == 1
     return False
 
 

@@ -22,8 +22,7 @@ def capture_mode(
     phase: Literal["warm-up", "record"],
     *,
     padded_batch_size: int,
-    kind: Literal["decode", "mixed", "verify"] = "decode",
-    allow_overlap: bool = True,
+    kind: Literal["decode", "mixed"] = "decode",
 ) -> Iterator[CaptureFlags]:
     """Everything inside runs, or is recorded, under capture rules.
 
@@ -37,7 +36,7 @@ def capture_mode(
         kind=kind,
         padded_batch_size=padded_batch_size,
         disable_dispose_tensor=True,
-        allow_overlap=allow_overlap,
+        allow_overlap=True,
         allow_inplace=False,
         allow_host_sync=False,
         allow_jit=phase == "warm-up",

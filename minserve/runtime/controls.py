@@ -17,6 +17,8 @@ from minserve.messages import Call, Reply
 from minserve.runtime.grammar import Grammars
 from minserve.runtime.scheduler import Scheduler
 
+_METHODS = ("flush_cache", "server_info", "start_profile", "stop_profile")
+
 ExpertLoad = Callable[[], dict[int, list[int]]]
 """Layer to how many (token, expert) pairs each of this rank's experts has had."""
 
@@ -33,34 +35,32 @@ class Controls:
         self._info = info
         self._device = device
         self._profile: tuple[torch.profiler.profile, Path] | None = None
-        self._methods: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "flush_cache": self._flush_cache,
-            "server_info": self._server_info,
-            "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
-        }
 
     def answer(self, call: Call) -> Reply:
         """Never raises: what goes wrong is the reply's error."""
-        method = self._methods.get(call.method)
-        if method is None:
-            return Reply(call.call_id, error=f"there is no call {call.method!r}; there are {', '.join(sorted(self._methods))}")
         try:
-            return Reply(call.call_id, method(call.arguments))
+            match call.method:
+                case "flush_cache":
+                    return Reply(call.call_id, self._flush_cache())
+                case "server_info":
+                    return Reply(call.call_id, self._server_info())
+                case "start_profile":
+                    return Reply(call.call_id, self._start_profile(call.arguments.get("folder")))
+                case "stop_profile":
+                    return Reply(call.call_id, self._stop_profile())
         except Exception as error:
             return Reply(call.call_id, error=f"{call.method}: {error}")
+        return Reply(call.call_id, error=f"there is no call {call.method!r}; there are {', '.join(_METHODS)}")
 
-    def _flush_cache(self, arguments: dict[str, Any]) -> dict[str, int]:
-        del arguments
+    def _flush_cache(self) -> dict[str, int]:
         flushed = self._scheduler.pages.flush()
         return {"flushed_pages": flushed, "used_pages": self._scheduler.pages.used}
 
-    def _server_info(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        del arguments
+    def _server_info(self) -> dict[str, Any]:
         pages, stats = self._scheduler.pages, self._scheduler.stats()
         live: dict[str, Any] = {
             "pages": {"total": pages.num_pages, "used": pages.used, "cached": pages.cache.num_idle},
-            "stats": msgspec.to_builtins({name: getattr(stats, name) for name in stats.__struct_fields__}, str_keys=True),
+            "stats": msgspec.to_builtins(msgspec.structs.asdict(stats), str_keys=True),
             "grammars": {"masks": self._grammars.num_masks, "seconds": self._grammars.mask_seconds},
             "profiling": self._profile is not None,
             "expert_load": {str(layer): counts for layer, counts in self._expert_load().items()},
@@ -70,11 +70,10 @@ class Controls:
             live["device_memory"] = {"free_bytes": free, "total_bytes": total}
         return self._info | live
 
-    def _start_profile(self, arguments: dict[str, Any]) -> dict[str, str]:
-        """Argument `folder`: where the trace goes; a new temporary folder without it."""
+    def _start_profile(self, given: object) -> dict[str, str]:
+        """`given`: the folder where the trace goes; None: a new temporary one."""
         if self._profile is not None:
             raise RuntimeError(f"a profile is being taken already, into {self._profile[1]}")
-        given = arguments.get("folder")
         if given is not None and not (isinstance(given, str) and given):
             raise ValueError("folder must be a path")
         folder = Path(given) if given is not None else Path(tempfile.mkdtemp(prefix="minserve-profile-"))
@@ -88,9 +87,8 @@ class Controls:
         self._profile = (profiler, path)
         return {"path": str(path)}
 
-    def _stop_profile(self, arguments: dict[str, Any]) -> dict[str, str]:
+    def _stop_profile(self) -> dict[str, str]:
         """The trace, in Chrome's format, lies at the path."""
-        del arguments
         if self._profile is None:
             raise RuntimeError("no profile is being taken")
         (profiler, path), self._profile = self._profile, None

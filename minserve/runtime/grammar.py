@@ -7,11 +7,9 @@ with a grammar is its own request's end.
 from __future__ import annotations
 
 import collections
-import queue
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import llguidance
@@ -61,8 +59,8 @@ class Grammars:
         self._num_words = vocab_size // 32 + 1  # room for one bit more: the end of the text
         self._pieces: list[bytes] = []
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._to_compile: queue.SimpleQueue[tuple[str, Future[llguidance.LLMatcher]]] = queue.SimpleQueue()
-        self._compilers: list[threading.Thread] = []
+        # No thread is waited for: an engine that leaves ends its process, whatever grammar still explodes.
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="minserve-grammar")
         self._executor = llguidance.LLExecutor()
         self._limits = llguidance.LLParserLimits(
             step_lexer_fuel=STEP_FUEL, max_lexer_states=MOST_LEXER_STATES, verbose_errors=False
@@ -96,37 +94,21 @@ class Grammars:
         text = _grammar_of(request).text
         future = self._compiled.get(text)
         if future is None:
-            self._start_compilers()
-            future = self._compiled[text] = Future()
-            self._to_compile.put((text, future))
+            future = self._compiled[text] = self._compilers.submit(self._compile, text)
             if len(self._compiled) > MOST_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
         self._waiting[request.id] = _Waiting(request, future, time.monotonic() + COMPILE_SECONDS)
 
-    def _start_compilers(self) -> None:
-        """With the first grammar. Daemons: an engine that leaves does not wait for a grammar that explodes."""
-        while len(self._compilers) < COMPILERS:
-            self._compilers.append(threading.Thread(target=self._compile_all, name="minserve-grammar", daemon=True))
-            self._compilers[-1].start()
-
-    def _compile_all(self) -> None:
-        while True:
-            text, future = self._to_compile.get()
-            try:
-                future.set_result(self._compile(text))
-            except Exception as error:
-                future.set_exception(error)
-
     def _compile(self, text: str) -> llguidance.LLMatcher:
         """In a compiler's thread. The first mask, the dearest, is computed here too: what cannot be followed shows in it."""
         if self._tokenizer is None:
-            raise _GrammarError("the tokenizer's vocabulary is not known")
+            raise ValueError("the tokenizer's vocabulary is not known")
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise _GrammarError(_first_line(matcher.get_error()))
+            raise ValueError(_first_line(matcher.get_error()))
         return matcher
 
     @property
@@ -216,14 +198,12 @@ class Grammars:
         """Takes in what a step produced; what is to be told instead: a request may end here that goes on there."""
         if not self._live:
             return outputs
-        told: list[TokenOutput] = []
-        for output in outputs:
-            constraint = self._live.get(output.request_id)
-            told += (output,) if constraint is None else self._advance(constraint, output)
-        return told
+        return [told for output in outputs for told in self._advance(self._live.get(output.request_id), output)]
 
-    def _advance(self, constraint: _Constraint, output: TokenOutput) -> list[TokenOutput]:
+    def _advance(self, constraint: _Constraint | None, output: TokenOutput) -> list[TokenOutput]:
         told = [output]
+        if constraint is None:
+            return told
         if output.finish_reason is None:
             if not all(constraint.push(token_id) for token_id in output.token_ids):
                 told = [_failure(output.request_id, _first_line(constraint.matcher.get_error()))]
@@ -266,10 +246,6 @@ class _Constraint:
     def complete(self) -> bool:
         """The text matches, and nothing can be added to it."""
         return self.holds and self.matcher.is_stopped() and not self.matcher.is_error()
-
-
-class _GrammarError(ValueError):
-    """A grammar that cannot be used; the text is for the client."""
 
 
 class _Vocabulary(llguidance.TokenizerWrapper):

@@ -44,12 +44,11 @@ log = logging.getLogger("minserve.mock_engine")
 class Echo:
     """One request under way. Its tokens are its prompt's, over and over, stop tokens left out."""
 
-    __slots__ = ("logprobs", "made", "request", "tokens")
+    __slots__ = ("made", "request", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.made = 0
-        self.logprobs = request.sampling.logprobs
         stops = frozenset(request.sampling.stop_token_ids)
         spoken = [token for token in request.prompt_token_ids[1:] if token not in stops] or [0]
         self.tokens = itertools.cycle(spoken)
@@ -129,18 +128,18 @@ class MockEngine:
             case AddRequests():
                 self._waiting.update((request.id, request) for request in message.requests)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    self._drop(request_id)
+                self._drop(message.request_ids)
             case FinishRequest():
-                self._drop(message.request_id)
+                self._drop([message.request_id])
             case Call():
                 self._connection.send(self._answer(message))
             case Shutdown():
                 self._leaving = True
 
-    def _drop(self, request_id: int) -> None:
-        self._running.pop(request_id, None)
-        self._waiting.pop(request_id, None)
+    def _drop(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+            self._waiting.pop(request_id, None)
 
     def _answer(self, call: Call) -> Reply:
         if call.method in ("server_info", "flush_cache"):

@@ -32,9 +32,6 @@ class PageAllocator:
         """Pages that some request uses; idle cached pages do not count."""
         return self.num_pages - self.available
 
-    def users(self, page: int) -> int:
-        return self._users[page]
-
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one user each. Raises ValueError when fewer are available; the caller looks before it asks."""
         if count > self.available:

@@ -186,7 +186,7 @@ class Loop:
         assert scheduler.stats().num_running == scheduler.stats().num_waiting == 0
         assert allocator.used == 0
         assert allocator.available == self.limits.num_pages
-        assert all(allocator.users(page) == 0 for page in range(1, self.limits.num_pages + 1))
+        assert all(allocator._users[page] == 0 for page in range(1, self.limits.num_pages + 1))
         assert sorted(scheduler._free_slots) == list(range(self.limits.max_num_seqs))
         assert not scheduler._leaving
         allocator.flush()

@@ -29,7 +29,7 @@ def test_enter_sets_and_exit_restores():
 
 def test_nesting_restores_the_outer_value():
     with capture_mode("record", padded_batch_size=8) as outer:
-        with capture_mode("record", padded_batch_size=2, kind="verify") as inner:
+        with capture_mode("record", padded_batch_size=2, kind="mixed") as inner:
             assert current_flags() is inner
         assert current_flags() is outer
     assert current_flags() == EAGER
@@ -53,9 +53,9 @@ def test_other_threads_never_see_it():
 
 
 def test_warm_up_and_record_differ_in_phase_and_jit_alone():
-    with capture_mode("warm-up", padded_batch_size=4, allow_overlap=False) as warm_up:
+    with capture_mode("warm-up", padded_batch_size=4) as warm_up:
         pass
-    with capture_mode("record", padded_batch_size=4, allow_overlap=False) as record:
+    with capture_mode("record", padded_batch_size=4) as record:
         pass
     assert dataclasses.replace(warm_up, phase="record", allow_jit=False) == record
     assert warm_up.allow_jit

@@ -82,7 +82,7 @@ class EngineLoop(RuleBasedStateMachine):
         users = collections.Counter(page for s in scheduler._sequences.values() for page in s.pages)
         users.update(page for _, pages, _ in scheduler._leaving for page in pages)
         allocator = scheduler.pages
-        assert all(allocator.users(page) == users[page] for page in range(1, self.limits.num_pages + 1))
+        assert all(allocator._users[page] == users[page] for page in range(1, self.limits.num_pages + 1))
         assert users[0] == 0
         free, idle = set(allocator._free), set(allocator.cache._idle)
         assert len(free) == len(allocator._free)
