@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from waiting import PATIENCE, until
 
-START_SECONDS = 90.0
-"""A cold start imports torch twice as slowly when another test runs beside it."""
+START_SECONDS = 2 * PATIENCE
+"""A cold start imports torch, and slowly when other tests run beside it."""
 
 
 def _few_open_files() -> None:
@@ -98,7 +99,7 @@ class ServerProcess:
             assert time.monotonic() < deadline, f"no engine process:\n{self.log}"
             time.sleep(0.02)
 
-    def request(self, method: str, path: str, body: Any = None, timeout: float = 60.0) -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: Any = None, timeout: float = PATIENCE) -> tuple[int, Any]:
         """Status and body, parsed when it is JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
@@ -125,18 +126,15 @@ class ServerProcess:
         assert samples, f"no metric {name} in:\n{text}"
         return sum(map(float, samples))
 
-    def wait_metric(self, name: str, value: float, timeout: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout
-        while (seen := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {seen}, not {value}, after {timeout} s"
-            time.sleep(0.02)
+    def wait_metric(self, name: str, value: float) -> None:
+        until(lambda: self.metric(name) == value, f"{name} {value:g}")
 
     def end(self) -> None:
         """SIGTERM, then SIGKILL; for cleaning up, not for testing the stop."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(10)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

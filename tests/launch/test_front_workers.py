@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE, until
 
 from minserve import launch
 from minserve.errors import EnvironmentFault
@@ -32,17 +32,15 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
 
 def all_ready(server: ServerProcess) -> None:
     """The kernel chooses the worker of each connection: ask often enough to have met all."""
-    deadline = time.monotonic() + 30
-    while not all(server.status("/ready") == 200 for _ in range(20)):
-        assert time.monotonic() < deadline
+    until(lambda: all(server.status("/ready") == 200 for _ in range(50)), "readiness of all workers")
 
 
-def gone(processes: list[psutil.Process], within: float) -> bool:
-    return not psutil.wait_procs(processes, within)[1]
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, PATIENCE)[1]
 
 
 def stream(server: ServerProcess, max_tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     body = {"prompt": "1 + 2 = ", "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -76,8 +74,8 @@ def test_answers_of_all_workers_are_whole_and_a_signal_drains_them(server: Serve
         connection.close()
         assert b'"completion_tokens":100' in rest
         assert rest.endswith(b"data: [DONE]\n\n"), "a request under way is not cut off by a drain"
-    assert server.process.wait(15) == 0
-    assert gone(processes, 0.5)
+    assert server.process.wait(PATIENCE) == 0
+    assert gone(processes)
     assert "Traceback" not in server.log
     assert server.log.count("minserve.server: ready: ") == 1, "what all workers would say is said once"
 
@@ -99,8 +97,8 @@ def test_a_worker_that_is_killed_takes_all_along(server: ServerProcess) -> None:
     connection, response = stream(server, 5000)
     victim = workers(server)[1]
     victim.kill()
-    assert server.process.wait(10) == 6
-    assert gone(processes, 1.0)
+    assert server.process.wait(PATIENCE) == 6
+    assert gone(processes)
     assert f"front worker 1 (pid {victim.pid}) was killed by SIGKILL" in server.log
     assert b"[DONE]" not in read_what_is_left(response)
     connection.close()
@@ -116,11 +114,11 @@ def read_what_is_left(response: http.client.HTTPResponse) -> bytes:
 def test_an_interrupt_is_130_and_a_killed_supervisor_leaves_nobody(server: ServerProcess, tmp_path: Path) -> None:
     all_ready(server)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(15) == 130
+    assert server.process.wait(PATIENCE) == 130
     with serving("--mock-engine", "0", "--front-workers", "2", log=tmp_path / "second.log") as second:
         processes = psutil.Process(second.process.pid).children()
         second.process.kill()
-        assert gone(processes, 5.0)
+        assert gone(processes)
 
 
 def test_a_shared_port_is_busy_for_another_server() -> None:

@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE
 
 from minserve import launch
 from minserve.config import Config
@@ -19,7 +19,7 @@ from minserve.errors import EnvironmentFault, ExitCode
 
 
 def test_a_free_port_is_bound_and_listens() -> None:
-    with launch.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), timeout=5):
+    with launch.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), timeout=PATIENCE):
         pass
 
 
@@ -49,6 +49,7 @@ def test_a_foreign_address_and_a_nonsense_name_are_refused() -> None:
 def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes `-m fake_engine` run the source that the test writes to `fake_engine.py` in tmp_path."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launch, "_ENGINE_LEAVES_WITHIN", PATIENCE)
     return "fake_engine"
 
 
@@ -86,6 +87,7 @@ def test_an_engine_that_does_not_leave_is_killed(tmp_path: Path, fake_engine: st
 
 def test_an_engine_that_cannot_even_start_does_not_break_the_front(fake_engine: str) -> None:
     with launch._engine(Config(), fake_engine) as (process, _):
+        process.wait(PATIENCE)
         assert launch._cause_of_death(process) == f"engine 0 (pid {process.pid}) ended with exit code 1"
 
 
@@ -103,6 +105,8 @@ def test_a_later_host_names_its_engines_by_their_rank_in_the_group(tmp_path: Pat
     second = Config(ep_size=12, nnodes=3, node_rank=2)
     with launch._engines(second, fake_engine) as (engines, _):
         assert list(engines) == [8, 9, 10, 11]
+        for engine in engines.values():
+            engine.wait(PATIENCE)
         assert launch._causes_of_death(engines) == [f"engine 9 (pid {engines[9].pid}) ended with exit code 1"]
 
 
@@ -125,7 +129,7 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
         "from minserve import launch; launch._raise_open_files_limit()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert int(done.stdout) == hard
 
 
@@ -136,7 +140,7 @@ def test_a_closed_standard_stream_is_never_taken_by_a_socket() -> None:
         "import socket, sys; a, b = socket.socketpair()\n"
         "sys.exit(0 if min(a.fileno(), b.fileno()) > 2 and os.get_inheritable(1) else 1)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_exit_codes_are_the_documented_numbers() -> None:
@@ -155,16 +159,14 @@ def test_exit_codes_are_the_documented_numbers() -> None:
 
 def test_no_engine_outlives_a_front_that_raises(tmp_path: Path, fake_engine: str) -> None:
     (tmp_path / "fake_engine.py").write_text(READ_CONFIG + "connection.recv(1)\n")
-    pid = 0
+    started: list[subprocess.Popen[bytes]] = []
 
     def front_fails() -> None:
-        nonlocal pid
         with launch._engine(Config(), fake_engine) as (process, _):
-            pid = process.pid
+            started.append(process)
             raise RuntimeError("the front broke")
 
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match="the front broke"):
         front_fails()
-    assert not psutil.pid_exists(pid)
-    assert time.monotonic() - started < launch._ENGINE_LEAVES_WITHIN
+    assert not psutil.pid_exists(started[0].pid)
+    assert started[0].returncode == 0, "it left by itself"
