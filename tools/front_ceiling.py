@@ -12,20 +12,18 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import selectors
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
-import psutil
 from aiohttp import web
+
+from tools.launched import Server, serving, started
 
 PROMPT = {"messages": [{"role": "user", "content": "What is 23 + 58?"}], "stream": True, "ignore_eos": True}
 STREAMS = {1: 6000, 64: 1000, 256: 250}
@@ -52,22 +50,9 @@ class Cost(NamedTuple):
         return 1.0 / self.cpu_seconds
 
 
-class Server:
-    """A serving process group on a port."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.port = port
-        self._process = process
-
-    def cpu_seconds(self) -> float:
-        """Of all its processes but the engine."""
-        total = 0.0
-        main = psutil.Process(self._process.pid)
-        for process in (main, *main.children()):
-            if not any("mock_engine" in word for word in process.cmdline()):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+def cpu_seconds(server: Server) -> float:
+    """Of all its processes but the engine."""
+    return sum(float(times.user + times.system) for times in (process.cpu_times() for process in server.processes()[0]))
 
 
 def request(port: int, max_tokens: int, **more: object) -> bytes:
@@ -93,7 +78,7 @@ def stream(server: Server, num_streams: int, max_tokens: int, **more: object) ->
 def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: object) -> Cost:
     clients = [connect(server.port) for _ in range(num_streams)]
     with selectors.DefaultSelector() as selector:
-        spent, began = server.cpu_seconds(), time.monotonic()
+        spent, began = cpu_seconds(server), time.monotonic()
         for client in clients:
             client.sendall(request(server.port, max_tokens, **more))
             selector.register(client, selectors.EVENT_READ)
@@ -108,7 +93,7 @@ def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: obje
                 if data.endswith(END):
                     selector.unregister(connection)
                     left -= 1
-        seconds, spent = time.monotonic() - began, server.cpu_seconds() - spent
+        seconds, spent = time.monotonic() - began, cpu_seconds(server) - spent
     for client in clients:
         client.close()
     tokens = num_streams * max_tokens
@@ -165,45 +150,13 @@ def health(server: Server, num_streams: int, **more: object) -> str:
     return f" {num_streams} streams at {seen:.0f} tokens/s: {said}"
 
 
-@contextlib.contextmanager
-def minserve(workers: int, rate: float, max_num_seqs: int) -> Iterator[Server]:
-    words = ["--port", "0", "--mock-engine", str(rate), "--front-workers", str(workers), "--max-num-seqs", str(max_num_seqs)]
-    with _process([sys.executable, "-m", "minserve", "launch", *words], r"listening on http://\S+?:(\d+)") as server:
-        deadline = time.monotonic() + 60
-        ready_in_a_row = 0
-        while ready_in_a_row < 10 * workers:  # each connection may meet another worker
-            with connect(server.port) as client:
-                client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
-                ready_in_a_row = ready_in_a_row + 1 if b" 200 " in client.recv(100) else 0
-            if time.monotonic() > deadline:
-                raise TimeoutError("the server did not become ready")
-            time.sleep(0.01)
-        yield server
+def minserve(workers: int, rate: float, max_num_seqs: int) -> contextlib.AbstractContextManager[Server]:
+    return serving(["--mock-engine", str(rate), "--max-num-seqs", str(max_num_seqs)], workers)
 
 
-@contextlib.contextmanager
-def bare(event: bytes, rate: float) -> Iterator[Server]:
-    words = [sys.executable, "-m", "tools.front_ceiling", "--bare", event.hex(), "--rate", str(rate)]
-    with _process(words, r"port (\d+)") as server:
-        yield server
-
-
-@contextlib.contextmanager
-def _process(words: list[str], port_pattern: str) -> Iterator[Server]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            found = re.search(port_pattern, line.decode())
-            if found is not None:
-                yield Server(process, int(found.group(1)))
-                break
-        else:
-            raise ChildProcessError(f"{' '.join(words)} ended with {process.wait()}")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+def bare(event: bytes, rate: float) -> contextlib.AbstractContextManager[Server]:
+    port = r"port (\d+)"
+    return started(["-m", "tools.front_ceiling", "--bare", event.hex(), "--rate", str(rate)], port, port)
 
 
 async def serve_bare(event: bytes, rate: float) -> None:

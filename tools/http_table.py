@@ -7,18 +7,13 @@ Starts `minserve launch` with random weights, then `minserve bench serve` beside
 from __future__ import annotations
 
 import json
-import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 from typing import Any
 
-READY_SECONDS = 240.0
+from tools.launched import serving
+
 STREAMS = {1: 3, 16: 32, 64: 128, 128: 256}
 """Requests at once, and in all."""
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 256
@@ -26,44 +21,19 @@ ONE_ANSWER, PROMPTS = {"--concurrency": 1, "--num-prompts": 5, "--output-len": 1
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        words = ["--load-format", "dummy", "--port", "0", *sys.argv[2:]]
-        began = time.monotonic()
-        with log.open("wb") as output:
-            command = [sys.executable, "-m", "minserve", "launch", sys.argv[1], *words]
-            server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = wait_ready(server, log)
+    began = time.monotonic()
+    try:
+        with serving([sys.argv[1], "--load-format", "dummy", *sys.argv[2:]]) as server:
             ready = time.monotonic() - began
             say(f"ready after {ready:.1f} s")
-            rows = measure(url)
-        except ChildProcessError as error:
-            say(f"{error}\n{log.read_text(errors='replace')[-4000:]}")
-            return 1
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait()
-        timeline = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"ready after|seconds|took", line)]
+            rows = measure(server.url)
+            timeline = server.log_lines("ready after|seconds|took")
+    except ChildProcessError as error:
+        say(str(error)[-4000:])
+        return 1
     say("\n".join(timeline[-5:]))
     say(json.dumps({"bench": "http", "model": sys.argv[1], "ready": ready, "rows": rows}))
     return 0
-
-
-def wait_ready(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Its address. Raises ChildProcessError when it ends, or does not become ready."""
-    end = time.monotonic() + READY_SECONDS
-    while time.monotonic() < end and server.poll() is None:
-        found = re.search(r"listening on http://\S+?:(\d+)", log.read_text(errors="replace"))
-        if found is not None:
-            url = f"http://127.0.0.1:{found[1]}"
-            try:
-                with urllib.request.urlopen(url + "/ready", timeout=5):
-                    return url
-            except urllib.error.URLError:
-                pass
-        time.sleep(0.05)
-    raise ChildProcessError(f"the server did not become ready; its exit code: {server.poll()}")
 
 
 def measure(url: str) -> list[dict[str, Any]]:

@@ -7,28 +7,17 @@ before their answer, clients that do not read. Exit code 1 if something grew.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import re
 import resource
 import selectors
-import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil
+from tools.launched import SETTLE_SECONDS, growth, serving
 
-SETTLE_SECONDS = 60.0
-"""Most time until an answer whose client left has left too."""
 RSS_ALLOWANCE = 1.05
 """Growth of memory between the first rounds and the last that allocators explain."""
 
@@ -40,78 +29,6 @@ class Sizes(NamedTuple):
     cut_streams: int = 300
     departures: int = 300
     slow_readers: int = 20
-
-
-class Reading(NamedTuple):
-    """What the server's processes hold while nobody asks for anything."""
-
-    files: int
-    megabytes: float
-    """The front's, and below the engines': their KV cache takes memory page by page, so give them few pages (--num-pages)."""
-    engine_megabytes: float
-    pages: float
-    """Share of KV pages in use."""
-    running: float
-
-
-class Server:
-    """A `minserve launch` under observation."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.port = port
-        self._main = psutil.Process(process.pid)
-        self._log = log
-
-    def errors(self) -> list[str]:
-        """Lines of its log that tell of errors."""
-        lines = self._log.read_text(errors="replace").splitlines()
-        return [line for line in lines if re.search(r" (ERROR|CRITICAL) |^Traceback", line)]
-
-    def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        return sum(map(float, re.findall(rf"^minserve:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)))
-
-    def settle(self) -> Reading:
-        """Waits until nothing runs."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while True:
-            running = self.metric("num_requests_running") + self.metric("num_requests_waiting")
-            pages = self.metric("kv_cache_usage_perc")
-            if (running == 0 and pages == 0) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        time.sleep(0.2)  # closed connections are still being let go
-        children = self._main.children(recursive=True)
-        engines = [child for child in children if any("minserve.runtime" in word for word in child.cmdline())]
-        fronts = [self._main, *(child for child in children if child not in engines)]
-        files = sum(process.num_fds() for process in (*fronts, *engines))
-        front, engine = (sum(process.memory_info().rss for process in group) / 1e6 for group in (fronts, engines))
-        return Reading(files, round(front, 1), round(engine, 1), pages, running)
-
-
-@contextlib.contextmanager
-def serving(flags: list[str]) -> Iterator[Server]:
-    """A server that is ready; its log goes to a file, which never fills up as a pipe would."""
-    command = [sys.executable, "-m", "minserve", "launch", "--port", "0", *flags]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with tempfile.NamedTemporaryFile(prefix="minserve-", suffix=".log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            port = int(_await_line(process, Path(log.name), r"listening on http://\S+:(\d+)"))
-            _await_line(process, Path(log.name), r"(: ready: )")
-            yield Server(process, port, Path(log.name))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _await_line(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
-    while (found := re.search(pattern, text := log.read_text(errors="replace"))) is None:
-        if process.poll() is not None:
-            raise ConnectionError(f"the server ended:\n{text}")
-        time.sleep(0.05)
-    return found[1]
 
 
 def request(*, version: bytes = b"1.1", **fields: object) -> bytes:
@@ -189,24 +106,6 @@ def _leave(client: socket.socket, *, reset: bool) -> None:
     client.close()
 
 
-def faults(readings: list[Reading]) -> list[str]:
-    """What grew. The first two rounds fill caches and pools."""
-    found = []
-    for number, reading in enumerate(readings):
-        if reading.running or reading.pages:
-            found.append(f"round {number}: {reading.running:.0f} requests still run, pages in use {reading.pages:.4f}")
-    warm, last = readings[min(2, len(readings) - 1)], readings[-1]
-    if last.files > warm.files:
-        found.append(f"open files grew from {warm.files} to {last.files}")
-    for name, before, after in (
-        ("front", warm.megabytes, last.megabytes),
-        ("engine", warm.engine_megabytes, last.engine_megabytes),
-    ):
-        if after > before * RSS_ALLOWANCE:
-            found.append(f"memory of the {name} grew from {before:.0f} to {after:.0f} MB")
-    return found
-
-
 def allow_many_files() -> None:
     """Both ends of a burst's connections may be open files of one machine."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,7 +126,7 @@ def main() -> int:
             took = time.monotonic() - began
             sys.stdout.write(f"round {number}: {took:.1f} s, burst {statuses}, {readings[-1]}\n")
             sys.stdout.flush()
-    found = faults(readings)
+    found = growth(readings, RSS_ALLOWANCE)
     sys.stdout.write("\n".join(found or ["nothing leaks"]) + "\n")
     return int(bool(found))
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from minserve.clients.arithmetic_reference import PromptTokens, load_reference
 from minserve.clients.openai_client import OpenAIClient
 from minserve.config import EMBEDDED_DIRECTORY
+from tools.launched import serving
 
 MODEL = "embedded"
 PACKAGES = {
@@ -121,43 +117,17 @@ def main() -> int:
         "anthropic": script(_ANTHROPIC),
     }
     failed = False
-    with server() as root:
+    with serving([]) as server:
         for name in arguments.names or PACKAGES:
             programs = install(name, arguments.folder)
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    said = clients[name](programs, root, Path(folder))
+                    said = clients[name](programs, server.url, Path(folder))
                 except (subprocess.SubprocessError, AssertionError, LookupError, OSError) as error:
                     failed, said = True, f"FAILED: {error}"
             sys.stdout.write(f"{name}: {said}\n")
             sys.stdout.flush()
     return int(failed)
-
-
-@contextlib.contextmanager
-def server() -> Iterator[str]:
-    """`minserve launch` on a free port; its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "minserve", "launch", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-    )
-    assert process.stdout is not None
-    try:
-        address = next(found[1] for line in process.stdout if (found := re.search(r"listening on (http://\S+:\d+)", line)))
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/ready"):
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError("the server did not become ready")
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
 
 
 def install(name: str, folder: Path) -> Path:

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -25,14 +24,13 @@ from typing import Any, NamedTuple
 import aiohttp
 import matplotlib.pyplot as plt
 
-from tools.leak_rounds import Reading, Server, allow_many_files, serving
+from tools.launched import Reading, Server, growth, serving
+from tools.leak_rounds import allow_many_files
 
 ROUND_SECONDS = 60.0
 CLIENTS = 4
 PAUSE_SECONDS = 0.15
 """Mean of each client's pause between two requests: a low load, so that half an hour is bearable beside other work."""
-WARM_UP = 1 / 3
-"""Share of the readings in which caches and pools may still fill."""
 ALLOWED_GROWTH = 1.01
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """What is freed goes back to the system at once, so that a reading is what is held and not what was once needed."""
@@ -198,18 +196,6 @@ async def round_of(port: int, seeds: itertools.count[int], until: float, counts:
     return surprises
 
 
-def growth(readings: list[Reading]) -> list[str]:
-    """What grew between the readings after the warm-up and the last ones."""
-    later = readings[int(len(readings) * WARM_UP) :]
-    part = max(1, len(later) // 3)
-    found = [f"reading {n}: something still runs or holds pages: {r}" for n, r in enumerate(readings) if r.running or r.pages]
-    for name in ("files", "megabytes", "engine_megabytes"):
-        first, last = (statistics.median(getattr(reading, name) for reading in some) for some in (later[:part], later[-part:]))
-        if last > first * ALLOWED_GROWTH:
-            found.append(f"{name} grew from {first:.1f} to {last:.1f}")
-    return found
-
-
 def table(readings: list[Reading], answered: list[int]) -> str:
     lines = [
         "| minute | requests | front, MB | engine, MB | open files | pages in use | running |",
@@ -257,7 +243,7 @@ def main() -> int:
     os.environ.update(MALLOC)
     with serving([*flags, "--num-pages", "400"]) as server:
         readings, answered, counts, surprises = soak(server, arguments.minutes)
-        found = surprises + server.errors() + growth(readings)
+        found = surprises + server.errors() + growth(readings, ALLOWED_GROWTH)
     if arguments.plot is not None:
         draw(readings, arguments.plot)
     sys.stdout.write(table(readings, answered) + "\n\n" + ", ".join(f"{name} {count:,}" for name, count in counts.items()) + "\n")

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tools import soak
-from tools.leak_rounds import Reading, serving
+from tools.launched import Reading, growth, serving
 
 CALM = Reading(files=12, megabytes=100.0, engine_megabytes=500.0, pages=0.0, running=0.0)
 
@@ -38,9 +38,10 @@ def test_an_answer_of_another_status_is_a_surprise() -> None:
 
 def test_growth_after_the_warm_up_is_found() -> None:
     filling = [CALM._replace(engine_megabytes=100.0 * n) for n in range(1, 6)]
-    assert soak.growth(filling + [CALM] * 10) == []
-    assert soak.growth([CALM] * 12 + [CALM._replace(files=13)] * 3) == ["files grew from 12.0 to 13.0"]
+    assert growth(filling + [CALM] * 10, 1.01) == []
+    assert growth([CALM] * 12 + [CALM._replace(files=13)] * 3, 1.01) == ["files grew from 12.0 to 13.0"]
     leaking = [CALM._replace(megabytes=100.0 + n) for n in range(30)]
-    assert soak.growth(leaking) == ["megabytes grew from 112.5 to 126.5"]
-    (found,) = soak.growth([CALM] * 9 + [CALM._replace(pages=0.01)])
+    assert growth(leaking, 1.01) == ["megabytes grew from 112.5 to 126.5"]
+    assert growth(leaking, 1.2) == []
+    (found,) = growth([CALM] * 9 + [CALM._replace(pages=0.01)], 1.01)
     assert found.startswith("reading 9: something still runs or holds pages")
