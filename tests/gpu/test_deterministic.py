@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu.kernel_samples import DEVICE, cache, choices, expert_weights, fp8, normal, same_bits, step
+from gpu.kernel_samples import DEVICE, INTERPRETED, cache, choices, expert_weights, fp8, normal, same_bits, sized, step
 from gpu.runners import capture, runner_of, small_model
 from runtime.scripted import Loop
 from torch import Tensor
@@ -16,12 +16,16 @@ from minserve.kernels import stacks
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, LinearWeight, RotaryTable, RouterConfig
 from minserve.request import Request, SamplingParams
 
-COUNTS = (1, 2, 5, 16, 40, 300, 700)
+COUNTS = sized((1, 2, 5, 16, 40, 300, 700), (1, 9, 40))
 """Rows of a step: each side of every size at which another stack cuts its work differently."""
 
 
 @pytest.fixture
 def deterministic() -> Kernels:
+    if INTERPRETED:
+        from minserve.kernels import torch_gpu
+
+        return torch_gpu.deterministic(DEVICE)
     return stacks.build("deterministic", DEVICE)
 
 
@@ -39,22 +43,26 @@ def rows_alike(call: Callable[[Tensor], Tensor | tuple[Tensor, ...]], x: Tensor)
             assert same_bits(result, other), f"beside {count - 1} others"
 
 
+@pytest.mark.interpreted
 def test_products_of_a_row(deterministic: Kernels) -> None:
-    x, kernels = normal(max(COUNTS), 2048), deterministic
-    for weight in (LinearWeight(normal(2048, 2048)), LinearWeight(*fp8(2048, 2048))):
+    width, experts = sized((2048, 128), (512, 16))
+    x, kernels = normal(max(COUNTS), width), deterministic
+    for weight in (LinearWeight(normal(width, width)), LinearWeight(*fp8(width, width))):
         rows_alike(lambda some, weight=weight: kernels.linear(some, weight, None), x)
     rows_alike(lambda some: kernels.add_rms_norm(some, some, x[0], 1e-6), x)
     rows_alike(lambda some: kernels.rms_norm(some[:, :96].contiguous(), x[0, :96], 1e-6), x)
-    gate = normal(128, 2048, dtype=torch.float32)
+    gate = normal(experts, width, dtype=torch.float32)
     rows_alike(lambda some: kernels.route(some, gate, None, RouterConfig(8, "softmax", normalize=True), None), x)
     weight = normal(4, 512, 128).transpose(1, 2)
-    rows_alike(lambda some: kernels.heads_linear(some.view(-1, 16, 128)[:, :4].contiguous(), weight), x)
+    rows_alike(lambda some: kernels.heads_linear(some.view(len(some), -1, 128)[:, :4].contiguous(), weight), x)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_experts_of_a_row(deterministic: Kernels, kind: str) -> None:
-    x, weights = normal(max(COUNTS), 512), expert_weights(16, 512, 256, kind)
-    ids, shares = choices(max(COUNTS), 4, 16)
+    experts, hidden, inner, top_k = sized((16, 512, 256, 4), (4, 192, 128, 2))
+    x, weights = normal(max(COUNTS), hidden), expert_weights(experts, hidden, inner, kind)
+    ids, shares = choices(max(COUNTS), top_k, experts)
 
     def call(some: Tensor) -> Tensor:
         place = int((some == x[0]).all(1).nonzero()[0])
@@ -65,8 +73,9 @@ def test_experts_of_a_row(deterministic: Kernels, kind: str) -> None:
     rows_alike(call, x)
 
 
+@pytest.mark.interpreted
 def test_mla_inputs_of_a_row(deterministic: Kernels) -> None:
-    heads, nope, rank, rope = 4, 128, 512, 64
+    heads, nope, rank, rope = sized((4, 128, 512, 64), (2, 40, 72, 16))
     x = normal(max(COUNTS), heads * (nope + rope) + rank + rope)
     gain, w_uk, table = normal(rank), normal(heads, nope, rank), RotaryTable(torch.rand(8, rope, device=DEVICE), True)
     pages = normal(12, 64, rank + rope)
@@ -80,12 +89,18 @@ def test_mla_inputs_of_a_row(deterministic: Kernels) -> None:
     rows_alike(call, x)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "shape", [AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5), AttentionShape("mla", 16, 1, 512, 64, 192**-0.5)]
+    "shape",
+    sized(
+        [AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5), AttentionShape("mla", 16, 1, 512, 64, 192**-0.5)],
+        [AttentionShape("gqa", 4, 2, 32, 0, 32**-0.5), AttentionShape("mla", 4, 1, 32, 16, 40**-0.5)],
+    ),
 )
 def test_attention_of_a_token(deterministic: Kernels, shape: AttentionShape) -> None:
     """The last token of a row: decoded alone, decoded beside others, and as the end of prompts of several lengths."""
-    metadata = step([1], [1500], 64)
+    length, others = sized((1500, ([1, 1, 1], [7], [130], [1, 300, 40], [700, 1])), (150, ([1, 1, 1], [7], [130, 1])))
+    metadata = step([1], [length], 64)
     layer = cache(metadata, shape)
     table = metadata.page_table
 
@@ -103,9 +118,9 @@ def test_attention_of_a_token(deterministic: Kernels, shape: AttentionShape) -> 
 
     sizes = (shape.head_dim, shape.rope_dim) if shape.kind == "mla" else (shape.head_dim,)
     own = [normal(shape.num_heads, size) for size in sizes]
-    alone = attend([1], [1500])
-    for lengths in ([1, 1, 1], [7], [130], [1, 300, 40], [700, 1]):
-        seq_lens = [1500, *(random.randint(length, 1500) for length in lengths[1:])]
+    alone = attend([1], [length])
+    for lengths in others:
+        seq_lens = [length, *(random.randint(own_length, length) for own_length in lengths[1:])]
         assert same_bits(attend(lengths, seq_lens), alone), lengths
 
 
