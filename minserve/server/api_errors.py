@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 RETRY_AFTER_SECONDS = 5
@@ -38,10 +38,9 @@ class ApiError(Exception):
     def type(self) -> str:
         return _TYPES.get(self.status, "server_error")
 
-    def body(self) -> bytes:
-        """`{"error": {"message", "type", "param", "code"}}` as JSON."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+    def told(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

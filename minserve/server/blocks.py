@@ -12,21 +12,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from minserve.server.answer_format import CallDelta, Reasoning
+from minserve.server.answer_format import CallDelta
 from minserve.server.api_errors import ApiError
 from minserve.server.generation import Generation, Piece
-
-Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclasses.dataclass(slots=True)
 class Block:
     """One block. `parts` joined are its text, or the arguments of its call."""
 
-    kind: Kind
-    parts: list[str] = dataclasses.field(default_factory=list)
+    index: int
+    kind: Literal["reasoning", "text", "call"]
     call_id: str = ""
     name: str = ""
+    parts: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -34,7 +33,9 @@ class Block:
 
 
 class BlockWriter(abc.ABC):
-    """One answer of one choice, streamed or whole. Subclasses say what the client is told."""
+    """One answer of one choice, streamed or whole. Subclasses say what the client is told: events are JSON objects with a `type`,
+    which also names them.
+    """
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -44,16 +45,17 @@ class BlockWriter(abc.ABC):
     def add(self, number: int, pieces: list[Piece]) -> None:  # noqa: ARG002 - there is one choice
         """Collects, for an answer that is not streamed."""
         for piece in pieces:
-            for _ in self._grow(piece):
-                pass
+            for block, text in self._grow(piece):
+                block.parts.append(text)
 
     def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
         """The events of new pieces."""
-        return b"".join(_event(event) for event in self._events(outputs))
+        return b"".join(map(_event, self._events(outputs)))
 
     def last(self) -> bytes:
         """The events of the end."""
-        return b"".join(_event(event) for event in self._ending())
+        closed = self.closed(self.blocks[-1]) if self.blocks else ()
+        return b"".join(map(_event, (*closed, *self.ended())))
 
     def error(self, error: ApiError) -> bytes:
         return _event(self.failed(error))
@@ -69,49 +71,39 @@ class BlockWriter(abc.ABC):
         if not self._has_begun:
             self._has_begun = True
             yield from self.begun()
-        for _, pieces in outputs:
-            for piece in pieces:
-                for block, is_new, text in self._grow(piece):
-                    if is_new:
-                        if len(self.blocks) > 1:
-                            yield from self.closed(self.blocks[-2], len(self.blocks) - 2)
-                        yield from self.opened(block, len(self.blocks) - 1)
-                    if text:
-                        yield self.grown(block, len(self.blocks) - 1, text)
+        for block, text in (part for _, pieces in outputs for piece in pieces for part in self._grow(piece)):
+            if not block.parts:
+                if block.index > 0:
+                    yield from self.closed(self.blocks[-2])
+                yield from self.opened(block)
+            block.parts.append(text)
+            if text:
+                yield self.grown(block, text)
 
-    def _ending(self) -> Iterator[dict[str, Any]]:
-        if self.blocks:
-            yield from self.closed(self.blocks[-1], len(self.blocks) - 1)
-        yield from self.ended()
-
-    def _grow(self, piece: Piece) -> Iterator[tuple[Block, bool, str]]:
-        """Puts a piece into its blocks; for each part the block, whether it is new, and the part's text."""
-        for part in _in_order(piece):
-            kind: Kind = "text" if isinstance(part, str) else "reasoning" if isinstance(part, Reasoning) else "call"
-            last = self.blocks[-1] if self.blocks else None
-            starts_call = isinstance(part, CallDelta) and part.name is not None
-            is_new = last is None or last.kind != kind or starts_call
-            if last is None or is_new:
-                last = Block(kind)
-                self.blocks.append(last)
-            if isinstance(part, CallDelta) and starts_call:
-                last.call_id, last.name = part.call_id or "", part.name or ""
-            text = part if isinstance(part, str) else part.text if isinstance(part, Reasoning) else part.arguments
-            last.parts.append(text)
-            yield last, is_new, text
+    def _grow(self, piece: Piece) -> Iterator[tuple[Block, str]]:
+        """For each part of a piece its block, which may be new and then has no parts, and the text to be added to it."""
+        for part in piece.in_order():
+            if isinstance(part, CallDelta):
+                if part.name is not None:
+                    self.blocks.append(Block(len(self.blocks), "call", part.call_id or "", part.name))
+                yield self.blocks[-1], part.arguments
+            else:
+                kind: Literal["text", "reasoning"] = "text" if isinstance(part, str) else "reasoning"
+                if not self.blocks or self.blocks[-1].kind != kind:
+                    self.blocks.append(Block(len(self.blocks), kind))
+                yield self.blocks[-1], part if isinstance(part, str) else part.text
 
     @abc.abstractmethod
-    def begun(self) -> Iterable[dict[str, Any]]:
-        """Before everything else. An event is a JSON object with a `type`, which also names it."""
+    def begun(self) -> Iterable[dict[str, Any]]: ...
 
     @abc.abstractmethod
-    def opened(self, block: Block, index: int) -> Iterable[dict[str, Any]]: ...
+    def opened(self, block: Block) -> Iterable[dict[str, Any]]: ...
 
     @abc.abstractmethod
-    def grown(self, block: Block, index: int, text: str) -> dict[str, Any]: ...
+    def grown(self, block: Block, text: str) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def closed(self, block: Block, index: int) -> Iterable[dict[str, Any]]: ...
+    def closed(self, block: Block) -> Iterable[dict[str, Any]]: ...
 
     @abc.abstractmethod
     def ended(self) -> Iterable[dict[str, Any]]: ...
@@ -122,18 +114,6 @@ class BlockWriter(abc.ABC):
     @abc.abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer that is not streamed."""
-
-
-def _in_order(piece: Piece) -> Iterator[str | Reasoning | CallDelta]:
-    """A piece's parts as they follow each other: reasoning, content, calls."""
-    for part in piece.aside:
-        if isinstance(part, Reasoning):
-            yield part
-    if piece.text:
-        yield piece.text
-    for part in piece.aside:
-        if isinstance(part, CallDelta):
-            yield part
 
 
 def _event(event: dict[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from minserve.request import TokenLogprobs
-from minserve.server.answer_format import CallDelta, Reasoning
+from minserve.server.answer_format import CallDelta, Part, Reasoning
 from minserve.server.api_errors import ApiError
 from minserve.server.detokenizer import Detokenizer
 from minserve.server.generation import Choice, Generation, Piece
@@ -20,43 +20,32 @@ _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswerShape:
-    """What tells chat answers from text completions."""
-
-    whole_object: str
-    chunk_object: str
-    text_open: bytes
-    """JSON before a piece of text within a choice; `text_close` follows it."""
-    text_close: bytes
-    no_text: bytes
-    """Stands in the choice's last chunk."""
-    is_chat: bool
-
-
-CHAT = AnswerShape("chat.completion", "chat.completion.chunk", b'"delta":{"content":', b"}", b'"delta":{}', is_chat=True)
-COMPLETION = AnswerShape("text_completion", "text_completion", b'"text":', b"", b'"text":""', is_chat=False)
-
-
 class CompletionWriter:
     """One answer. Pieces become events put together from ready-made bytes, or are collected for one body."""
 
-    def __init__(self, generation: Generation, shape: AnswerShape) -> None:
+    def __init__(self, generation: Generation, *, is_chat: bool) -> None:
         options = generation.options
         self._generation = generation
         self._options = options
-        self._shape = shape
+        self._asked = options.asked
+        self._is_chat = is_chat
         self._logprobs = LogprobFormat(generation.model.tokenizer, tokens_as_ids=options.asked.return_tokens_as_token_ids)
         self._collected: list[list[Piece]] = [[] for _ in generation.choices]
         self._echoed: dict[int, int] = {}  # choices that were opened, and the characters echoed before them
-        head = {"id": generation.id, "object": shape.chunk_object, "created": generation.created, "model": options.model}
-        self._head = b"data: " + _encode(head)[:-1]
-        self._opens = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(generation.choices))]
-        self._text_opens = [opened + shape.text_open for opened in self._opens]
-        self._text_close = shape.text_close + b',"logprobs":null,"finish_reason":null}]'
-        self._text_close += b',"usage":null}\n\n' if options.asked.stream_options.include_usage else b"}\n\n"
-        self._bare = options.logprobs is None and not options.asked.return_token_ids  # nothing rides on a piece of text
-        self._bare_chunks = self._bare and not options.asked.stream_options.continuous_usage_stats
+        self._head = {
+            "id": generation.id,
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": generation.created,
+            "model": options.model,
+        }
+        self._data = b"data: " + _encode(self._head)[:-1]
+        self._opens = [self._data + b',"choices":[{"index":%d,' % index for index in range(len(generation.choices))]
+        self._text_open, self._text_close = (b'"delta":{"content":', b"}") if is_chat else (b'"text":', b"")
+        self._text_opens = [opened + self._text_open for opened in self._opens]
+        self._bare_close = self._text_close + b',"logprobs":null,"finish_reason":null}]'
+        self._bare_close += b',"usage":null}\n\n' if self._asked.stream_options.include_usage else b"}\n\n"
+        self._bare = options.logprobs is None and not self._asked.return_token_ids  # nothing rides on a piece of text
+        self._bare_chunks = self._bare and not self._asked.stream_options.continuous_usage_stats
 
     def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes:
         """The events of new pieces, each choice opened before its first one."""
@@ -69,38 +58,36 @@ class CompletionWriter:
                 offset = self._echoed[number] = self._open(number, parts)
             for piece in pieces:
                 if self._bare_chunks and piece.text and not piece.aside and piece.finish_reason is None:
-                    parts.append(self._text_opens[number] + _encode(piece.text) + self._text_close)
+                    parts.append(self._text_opens[number] + _encode(piece.text) + self._bare_close)
                 else:
                     self._add_chunks(number, piece, offset, parts)
         return b"".join(parts)
 
     def last(self) -> bytes:
         """After all choices: the usage chunk when it was asked for, and the end mark."""
-        if not self._options.asked.stream_options.include_usage:
+        if not self._asked.stream_options.include_usage:
             return _DONE
-        return self._head + b',"choices":[],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + _DONE
+        return self._data + b',"choices":[],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + _DONE
 
     def error(self, error: ApiError) -> bytes:
         """Told in the stream, since the status has been sent; no end mark follows."""
-        return b"data: " + error.body() + b"\n\n"
+        return b"data: " + _encode(error.told()) + b"\n\n"
 
     def add(self, number: int, pieces: list[Piece]) -> None:
         self._collected[number] += pieces
 
     def body(self) -> bytes:
-        generation, options = self._generation, self._options
+        generation = self._generation
         answer: dict[str, Any] = {
-            "id": generation.id,
-            "object": self._shape.whole_object,
-            "created": generation.created,
-            "model": options.model,
+            **self._head,
+            "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": [self._choice(index, number) for index, number in enumerate(self._best())],
             "usage": generation.usage(),
         }
-        if self._shape.is_chat:
-            if options.asked.prompt_logprobs is not None:
+        if self._is_chat:
+            if self._asked.prompt_logprobs is not None:
                 answer["prompt_logprobs"] = self._prompt_logprobs(generation.choices[0])
-            if options.asked.return_token_ids:
+            if self._asked.return_token_ids:
                 answer["prompt_token_ids"] = generation.prompts[0].token_ids
         return _encode(answer)
 
@@ -112,8 +99,8 @@ class CompletionWriter:
     def _open(self, number: int, parts: list[bytes]) -> int:
         """What comes before a choice's text: chat's role, the prompt's ids, the echo. Characters of the echo."""
         ids = self._generation.prompt_of(number).token_ids
-        beside = b',"prompt_token_ids":' + _encode(ids) if self._options.asked.return_token_ids else b""
-        if self._shape.is_chat:
+        beside = b',"prompt_token_ids":' + _encode(ids) if self._asked.return_token_ids else b""
+        if self._is_chat:
             parts.append(self._chunk(number, b'"delta":{"role":"assistant","content":""}', beside=beside))
         elif beside:
             parts.append(self._chunk(number, b'"text":""', in_choice=b',"token_ids":[]' + beside))
@@ -128,16 +115,25 @@ class CompletionWriter:
         logprobs, ids = b"null", b""
         if not self._bare:
             logprobs = _encode(self._shown_logprobs([piece], offset) if piece.logprobs else None)
-            ids = b',"token_ids":' + _encode(piece.token_ids) if self._options.asked.return_token_ids else b""
-        contents = [_reasoning(part) for part in piece.aside if isinstance(part, Reasoning)]
-        if piece.text:
-            contents.append(self._shape.text_open + _encode(piece.text) + self._shape.text_close)
-        contents += [_call(part) for part in piece.aside if isinstance(part, CallDelta)]
-        for content in contents:
-            parts.append(self._chunk(number, content, logprobs, in_choice=ids))
-            logprobs, ids = b"null", b',"token_ids":[]' if self._options.asked.return_token_ids else b""
+            ids = b',"token_ids":' + _encode(piece.token_ids) if self._asked.return_token_ids else b""
+        for part in piece.in_order():
+            parts.append(self._chunk(number, self._content(part), logprobs, in_choice=ids))
+            logprobs, ids = b"null", b',"token_ids":[]' if self._asked.return_token_ids else b""
         if piece.finish_reason is not None:
-            parts.append(self._chunk(number, self._shape.no_text, logprobs, b'"%b"' % piece.finish_reason.encode(), ids))
+            nothing = b'"delta":{}' if self._is_chat else b'"text":""'
+            parts.append(self._chunk(number, nothing, logprobs, b'"%b"' % piece.finish_reason.encode(), ids))
+
+    def _content(self, part: Part) -> bytes:
+        if isinstance(part, str):
+            return self._text_open + _encode(part) + self._text_close
+        if isinstance(part, Reasoning):
+            delta: dict[str, Any] = {"reasoning_content": part.text, "reasoning": part.text}
+        elif part.name is None:
+            delta = {"tool_calls": [{"index": part.number, "function": {"arguments": part.arguments}}]}
+        else:
+            function = {"name": part.name, "arguments": part.arguments}
+            delta = {"tool_calls": [{"index": part.number, "id": part.call_id, "type": "function", "function": function}]}
+        return b'"delta":' + _encode(delta)
 
     def _chunk(
         self,
@@ -149,9 +145,9 @@ class CompletionWriter:
         beside: bytes = b"",
     ) -> bytes:
         usage = b""
-        if self._options.asked.stream_options.continuous_usage_stats:
+        if self._asked.stream_options.continuous_usage_stats:
             usage = b',"usage":' + _encode(self._generation.usage())
-        elif self._options.asked.stream_options.include_usage:
+        elif self._asked.stream_options.include_usage:
             usage = b',"usage":null'
         ends = (b',"logprobs":', logprobs, b',"finish_reason":', finish_reason, in_choice, b"}]", beside, usage, b"}\n\n")
         return b"".join((self._opens[number], content, *ends))
@@ -162,13 +158,13 @@ class CompletionWriter:
         shown: list[int] = []
         for start in range(0, len(choices), options.best_of):
             numbers = list(range(start, start + options.best_of))
-            if options.best_of > options.asked.n:
+            if options.best_of > self._asked.n:
                 numbers.sort(key=lambda number: -choices[number].sum_logprobs / max(1, choices[number].num_tokens))
-            shown += numbers[: options.asked.n]
+            shown += numbers[: self._asked.n]
         return shown
 
     def _choice(self, index: int, number: int) -> dict[str, Any]:
-        options, is_chat = self._options, self._shape.is_chat
+        is_chat = self._is_chat
         choice, pieces = self._generation.choices[number], self._collected[number]
         text = "".join(piece.text for piece in pieces)
         echo = "" if is_chat else self._echo_text(number)
@@ -181,9 +177,9 @@ class CompletionWriter:
         if made["logprobs"] is not None and (prompt := self._echo_logprobs(number)) is not None:
             made["logprobs"] = {name: prompt[name] + made["logprobs"][name] for name in prompt}
         made["finish_reason"] = choice.finish_reason
-        if not is_chat and options.asked.prompt_logprobs is not None:
+        if not is_chat and self._asked.prompt_logprobs is not None:
             made["prompt_logprobs"] = self._prompt_logprobs(choice)
-        if options.asked.return_token_ids:
+        if self._asked.return_token_ids:
             made["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
             if not is_chat:
                 made["prompt_token_ids"] = self._generation.prompt_of(number).token_ids
@@ -194,12 +190,13 @@ class CompletionWriter:
         if num_top is None:
             return None
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        if self._shape.is_chat:
+        if self._is_chat:
             return self._logprobs.chat(entries, num_top)
-        return self._logprobs.completion(entries, [offset + start for piece in pieces for start in piece.offsets], num_top)
+        offsets = [offset + start for piece in pieces for start in piece.offsets]
+        return self._logprobs.completion([entry.token_id for entry in entries], entries, offsets, num_top)
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, dict[str, Any]] | None]:
-        return self._logprobs.prompt(choice.prompt_logprobs or (), self._options.asked.prompt_logprobs or 0)
+        return self._logprobs.prompt(choice.prompt_logprobs or (), self._asked.prompt_logprobs or 0)
 
     def _echo_text(self, number: int) -> str:
         """The prompt as it is given back before choice `number`; nothing without echo."""
@@ -208,7 +205,7 @@ class CompletionWriter:
             return ""
         if prompt.text is not None:
             return prompt.text
-        return self._generation.model.tokenizer.decode(prompt.token_ids, self._options.asked.skip_special_tokens)
+        return self._generation.model.tokenizer.decode(prompt.token_ids, self._asked.skip_special_tokens)
 
     def _echo_logprobs(self, number: int) -> dict[str, list[Any]] | None:
         """The prompt's part of the logprobs arrays; None unless the request echoes and asks for log-probabilities."""
@@ -216,41 +213,25 @@ class CompletionWriter:
         if not options.echo or options.logprobs is None or entries is None:
             return None
         ids = self._generation.prompt_of(number).token_ids
-        return self._logprobs.echoed_prompt(ids, entries, options.logprobs, options.asked.skip_special_tokens)
+        text = Detokenizer(self._generation.model.tokenizer.pieces, skip_special_tokens=self._asked.skip_special_tokens)
+        ends = list(itertools.accumulate(len(text.push(token_id)) for token_id in ids))
+        return self._logprobs.completion(ids, entries, [0, *ends[:-1]], options.logprobs)
 
 
 def _message(text: str, asides: list[Reasoning | CallDelta]) -> dict[str, Any]:
     """The assistant's message. Its content is null where there is nothing but calls."""
     reasoning = "".join(part.text for part in asides if isinstance(part, Reasoning))
     calls: list[dict[str, Any]] = []
-    arguments: list[list[str]] = []
-    for part in asides:
-        if isinstance(part, CallDelta):
-            if part.name is not None:
-                calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
-                arguments.append([])
-            arguments[part.number].append(part.arguments)
+    deltas = [part for part in asides if isinstance(part, CallDelta)]
+    for _, (first, *rest) in itertools.groupby(deltas, lambda part: part.number):
+        function = {"name": first.name, "arguments": "".join(part.arguments for part in rest)}
+        calls.append({"id": first.call_id, "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls:
-        for call, pieces in zip(calls, arguments, strict=True):
-            call["function"]["arguments"] = "".join(pieces)
         message["tool_calls"] = calls
     return message
-
-
-def _reasoning(part: Reasoning) -> bytes:
-    text = _encode(part.text)
-    return b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + b"}"
-
-
-def _call(part: CallDelta) -> bytes:
-    function: dict[str, str] = {"arguments": part.arguments}
-    call: dict[str, Any] = {"index": part.number, "function": function}
-    if part.name is not None:
-        call = {"index": part.number, "id": part.call_id, "type": "function", "function": {"name": part.name, **function}}
-    return b'"delta":{"tool_calls":[' + _encode(call) + b"]}"
 
 
 _LEAST = -9999.0
@@ -284,30 +265,15 @@ class LogprobFormat:
             content.append({**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int], num_top: int) -> dict[str, list[Any]]:
-        """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, arrays of one length."""
-        return {
-            "tokens": [self.token_name(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._top_by_name(entry, num_top) for entry in entries],
-            "text_offset": list(offsets),
-        }
-
-    def echoed_prompt(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], num_top: int, skip_special_tokens: bool
+    def completion(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], num_top: int
     ) -> dict[str, list[Any]]:
-        """The completion shape for a prompt: the first token has no log-probability."""
-        text = Detokenizer(self._tokenizer.pieces, skip_special_tokens=skip_special_tokens)
-        offsets = []
-        length = 0
-        for token_id in token_ids:
-            offsets.append(length)
-            length += len(text.push(token_id))
+        """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, arrays of one length. A prompt's first token has none."""
         return {
             "tokens": [self.token_name(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top_by_name(entry, num_top) for entry in entries],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def prompt(self, entries: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, dict[str, Any]] | None]:

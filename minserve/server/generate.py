@@ -18,7 +18,7 @@ from aiohttp import web
 
 from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
-from minserve.server.completions import CHAT, COMPLETION, CompletionWriter
+from minserve.server.completions import CompletionWriter
 from minserve.server.front import HEAVY_BYTES, Front
 from minserve.server.generation import Generation, LoadedModel, Piece, Prompt
 from minserve.server.http import BodyReader, Exchange
@@ -74,22 +74,22 @@ class GenerateEndpoints:
 
     def answering(self, prepare: Prepare) -> Callable[[Exchange], Awaitable[web.StreamResponse]]:
         """The endpoint that answers what `prepare` makes of a body."""
-        return functools.partial(self._answer, prepare=prepare)
+
+        async def answer(exchange: Exchange) -> web.StreamResponse:
+            with self._front.accepted() as model:
+                options, prompts, id_prefix, writer = await self._prepared(exchange, prepare, model)
+                generation = Generation(id_prefix, options, prompts, exchange.request_id, model, self._front.engines)
+                write = self._stream if options.asked.stream else self._whole
+                with self._front.under_way(generation):
+                    return await write(exchange, generation, writer(generation))
+
+        return answer
 
     async def count_tokens(self, exchange: Exchange) -> web.StreamResponse:
         """`{"input_tokens": n}` for a body of /v1/messages."""
         model = self._front.loaded()
         asked = await self._prepared(exchange, functools.partial(_message, counts_only=True), model)
         return exchange.json({"input_tokens": len(asked.prompts[0].token_ids)})
-
-    async def _answer(self, exchange: Exchange, prepare: Prepare) -> web.StreamResponse:
-        with self._front.accepted() as model:
-            options, prompts, id_prefix, writer = await self._prepared(exchange, prepare, model)
-            generation = Generation(id_prefix, options, prompts, exchange.request_id, model, self._front.engines)
-            with self._front.under_way(generation):
-                if options.asked.stream:
-                    return await self._stream(exchange, generation, writer(generation))
-                return await self._whole(exchange, generation, writer(generation))
 
     async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> Asked:
         async with self._bodies.body(exchange.request) as body:
@@ -133,11 +133,11 @@ class GenerateEndpoints:
 
 
 def _chat(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    return Asked(*prepare_chat(body, model), "chatcmpl-", lambda made: CompletionWriter(made, CHAT))
+    return Asked(*prepare_chat(body, model), "chatcmpl-", lambda made: CompletionWriter(made, is_chat=True))
 
 
 def _completion(body: bytes | bytearray, model: LoadedModel) -> Asked:
-    return Asked(*prepare_completion(body, model), "cmpl-", lambda made: CompletionWriter(made, COMPLETION))
+    return Asked(*prepare_completion(body, model), "cmpl-", lambda made: CompletionWriter(made, is_chat=False))
 
 
 def _response(body: bytes | bytearray, model: LoadedModel) -> Asked:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from minserve.messages import Ready
 from minserve.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
-from minserve.server.answer_format import CallDelta, ModelFormats, Reasoning
+from minserve.server.answer_format import CallDelta, ModelFormats, Part, Reasoning
 from minserve.server.api_errors import ApiError
 from minserve.server.detokenizer import Detokenizer, TextStream
 from minserve.server.engine_pool import EnginePool, Mailbox
@@ -47,6 +47,13 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     aside: Sequence[Reasoning | CallDelta] = ()
     """What is new and not part of the content."""
+
+    def in_order(self) -> Iterator[Part]:
+        """What is new, as it follows each other: reasoning, content, calls."""
+        yield from (part for part in self.aside if isinstance(part, Reasoning))
+        if self.text:
+            yield self.text
+        yield from (part for part in self.aside if isinstance(part, CallDelta))
 
 
 class Choice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import logging
 import re
@@ -28,18 +27,27 @@ _LONGEST_COMPLAINT = 300
 _SERVER = f"minserve/{__version__}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
     """A request and the headers that its answer carries in any case."""
 
-    request: web.BaseRequest
-    path: str
-    """Without the slashes that were one too many."""
-    request_id: str
-    """What the client named the exchange; an own name when it gave none."""
-    headers: dict[str, str]
-    error_body: Callable[[ApiError], bytes]
-    """An error as clients of the endpoint's API read it."""
+    def __init__(self, request: web.BaseRequest, cors_origins: tuple[str, ...]) -> None:
+        self.request = request
+        self.path = re.sub("/{2,}", "/", request.path).rstrip("/") or "/"
+        """Without the slashes that were one too many."""
+        given = request.headers.get("x-request-id", "")
+        usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isprintable() and given.isascii()
+        self.request_id = given if usable else uuid.uuid4().hex
+        """What the client named the exchange; an own name when it gave none."""
+        self.headers = {"x-request-id": self.request_id, "Server": _SERVER}
+        self._is_anthropic = self.path.startswith("/v1/messages")
+        if self._is_anthropic:
+            self.headers["request-id"] = self.request_id
+        origin = request.headers.get("Origin")
+        if origin is not None and cors_origins:
+            self.headers["Vary"] = "Origin"
+            if "*" in cors_origins or origin in cors_origins:
+                self.headers["Access-Control-Allow-Origin"] = "*" if "*" in cors_origins else origin
+                self.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
 
     def json(self, value: Any, status: int = 200) -> web.Response:
         return self.raw_json(msgspec.json.encode(value), status)
@@ -48,36 +56,19 @@ class Exchange:
         return web.Response(body=body, status=status, headers=self.headers, content_type="application/json")
 
     def error(self, error: ApiError) -> web.Response:
-        response = self.raw_json(self.error_body(error), error.status)
+        """As clients of the endpoint's API read it."""
+        response = self.json(messages_api.told(error) if self._is_anthropic else error.told(), error.status)
         if error.retry_after:
             response.headers["Retry-After"] = str(error.retry_after)
         if error.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
-
-def open_exchange(
-    request: web.BaseRequest, path: str, cors_origins: tuple[str, ...], error_body: Callable[[ApiError], bytes]
-) -> Exchange:
-    """Names the exchange and settles the headers of its answer."""
-    given = request.headers.get("x-request-id", "")
-    usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isprintable() and given.isascii()
-    request_id = given if usable else uuid.uuid4().hex
-    headers = {"x-request-id": request_id, "Server": _SERVER}
-    origin = request.headers.get("Origin")
-    if origin is not None and cors_origins:
-        headers["Vary"] = "Origin"
-        if "*" in cors_origins or origin in cors_origins:
-            headers["Access-Control-Allow-Origin"] = "*" if "*" in cors_origins else origin
-            headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
-    return Exchange(request, path, request_id, headers, error_body)
-
-
-def preflight(exchange: Exchange) -> web.Response:
-    """The answer to a browser that asks what it may send."""
-    asked = exchange.request.headers.get("Access-Control-Request-Headers", "authorization, content-type")
-    allowed = {"Access-Control-Allow-Methods": "GET, POST, OPTIONS", "Access-Control-Allow-Headers": asked}
-    return web.Response(status=204, headers={**exchange.headers, **allowed, "Access-Control-Max-Age": "600"})
+    def preflight(self) -> web.Response:
+        """The answer to a browser that asks what it may send."""
+        asked = self.request.headers.get("Access-Control-Request-Headers", "authorization, content-type")
+        allowed = {"Access-Control-Allow-Methods": "GET, POST, OPTIONS", "Access-Control-Allow-Headers": asked}
+        return web.Response(status=204, headers={**self.headers, **allowed, "Access-Control-Max-Age": "600"})
 
 
 READ_TIMEOUT_SECONDS = 300.0
@@ -114,7 +105,8 @@ class BodyReader:
                         if held > self._max_body:
                             raise self._too_large()
                         if self._held > self._max_held:
-                            raise _too_many()
+                            message = "Too many large bodies at once; try again later"
+                            raise ApiError(429, message, code="bodies_too_large", retry_after=RETRY_AFTER_SECONDS)
                         body += part
             except TimeoutError:
                 raise ApiError(408, f"The body did not arrive within {READ_TIMEOUT_SECONDS:g} s") from None
@@ -128,23 +120,14 @@ class BodyReader:
         return ApiError(413, f"The body is over the limit of {self._max_body} bytes", param="body", code="body_too_large")
 
 
-def _too_many() -> ApiError:
-    message = "Too many large bodies at once; try again later"
-    return ApiError(429, message, code="bodies_too_large", retry_after=RETRY_AFTER_SECONDS)
-
-
 def _check_type(request: web.BaseRequest) -> None:
     """Clients that name no type are believed to send JSON; any other type is not JSON."""
-    if "Content-Type" not in request.headers:
-        return
     kind = request.content_type
-    if kind != "application/json" and not kind.endswith("+json"):
+    if "Content-Type" in request.headers and kind != "application/json" and not kind.endswith("+json"):
         raise bad_request(f"Content-Type is {kind[:80]!r}; it must be application/json", "Content-Type")
 
 
 log = logging.getLogger("minserve.server")
-
-_SLASHES = re.compile("/{2,}")
 
 Endpoint = Callable[[Exchange], Awaitable[web.StreamResponse]]
 Routes = Mapping[str, tuple[str, Endpoint]]
@@ -168,11 +151,7 @@ class HttpServer(web.Server):
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = _SLASHES.sub("/", request.path).rstrip("/") or "/"
-        is_anthropic = path.startswith("/v1/messages")
-        exchange = open_exchange(request, path, self._cors_origins, messages_api.error_body if is_anthropic else ApiError.body)
-        if is_anthropic:
-            exchange.headers["request-id"] = exchange.request_id
+        exchange = Exchange(request, self._cors_origins)
         try:
             return await self._answer(exchange)
         except ApiError as error:
@@ -186,7 +165,7 @@ class HttpServer(web.Server):
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         request, path = exchange.request, exchange.path
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers and self._cors_origins:
-            return preflight(exchange)
+            return exchange.preflight()
         if self._keys and path not in self._open_paths:
             self._check_key(request)
         route = self._routes.get(path) or self._routes.get(MODELS if path.startswith(MODELS) else "")
@@ -226,7 +205,9 @@ class _Connection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun and cannot be taken back")
         error = ApiError(status, f"The request cannot be understood: {(message or '')[:_LONGEST_COMPLAINT]}", param="http")
-        response = web.Response(body=error.body(), status=status, headers={"Server": _SERVER}, content_type="application/json")
+        response = web.Response(
+            body=msgspec.json.encode(error.told()), status=status, headers={"Server": _SERVER}, content_type="application/json"
+        )
         response.force_close()
         return response
 

@@ -136,54 +136,47 @@ def _tool(tool: _Tool) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode(_error(error))
-
-
-def _error(error: ApiError) -> dict[str, Any]:
+def told(error: ApiError) -> dict[str, Any]:
     """An error as clients of this API read it."""
     own = {413: "request_too_large", 499: "api_error", 500: "api_error", 503: "overloaded_error"}
     return {"type": "error", "error": {"type": own.get(error.status, error.type), "message": error.message}}
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Kind of block to the type and the field of what is added to it."""
 
 
 class MessageWriter(BlockWriter):
     def begun(self) -> Iterable[dict[str, Any]]:
         yield {"type": "message_start", "message": {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}}
 
-    def opened(self, block: Block, index: int) -> Iterable[dict[str, Any]]:
-        empty = Block(block.kind, [], block.call_id, block.name)
-        yield {"type": "content_block_start", "index": index, "content_block": _content_block(empty)}
+    def opened(self, block: Block) -> Iterable[dict[str, Any]]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": _content_block(block)}
 
-    def grown(self, block: Block, index: int, text: str) -> dict[str, Any]:
-        kind, field = {
-            "reasoning": ("thinking_delta", "thinking"),
-            "text": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[block.kind]
-        return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: text}}
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        kind, field = _DELTAS[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: text}}
 
-    def closed(self, block: Block, index: int) -> Iterable[dict[str, Any]]:  # noqa: ARG002 - the index says which
-        yield {"type": "content_block_stop", "index": index}
+    def closed(self, block: Block) -> Iterable[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": block.index}
 
     def ended(self) -> Iterable[dict[str, Any]]:
         yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        return _error(error)
+        return told(error)
 
     def whole(self) -> dict[str, Any]:
         return {**self._message(), "content": [_content_block(block) for block in self.blocks], **self._stop()}
 
     def _message(self) -> dict[str, Any]:
-        generation = self.generation
-        return {
-            "id": generation.id,
-            "type": "message",
-            "role": "assistant",
-            "model": generation.options.model,
-            "usage": self._usage(),
-        }
+        about = {"id": self.generation.id, "type": "message", "role": "assistant", "model": self.generation.options.model}
+        return {**about, "usage": self._usage()}
 
     def _stop(self) -> dict[str, Any]:
         matched = self.generation.choices[0].stop_string
@@ -209,13 +202,8 @@ def _content_block(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; what the model wrote badly is empty."""
     try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        arguments = msgspec.json.decode(block.text or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        arguments = {}  # what the model wrote badly is empty
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}

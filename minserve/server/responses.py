@@ -5,7 +5,6 @@ Nothing is stored: what refers to something stored is refused, `store` is ignore
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -125,11 +124,14 @@ def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
     return tool if "function" in tool else {"type": "function", "function": function}
 
 
+_KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+"""Kind of block to the name of its events."""
+
+
 class ResponseWriter(BlockWriter):
     def __init__(self, generation: Generation, asked: Asked) -> None:
         super().__init__(generation)
         self._number = 0
-        self._item_ids: list[str] = []
         options = generation.options
         self._settings = {
             "instructions": asked.instructions,
@@ -154,30 +156,22 @@ class ResponseWriter(BlockWriter):
         for name in ("created", "in_progress"):
             yield self._told(f"response.{name}", response=self._response("in_progress"))
 
-    def opened(self, block: Block, index: int) -> Iterable[dict[str, Any]]:
-        item = self._item(Block(block.kind, [], block.call_id, block.name), index, "in_progress")
-        yield self._told("response.output_item.added", output_index=index, item=item)
+    def opened(self, block: Block) -> Iterable[dict[str, Any]]:
+        yield self._told("response.output_item.added", output_index=block.index, item=self._item(block, "in_progress"))
         if block.kind != "call":
-            yield self._in_part("response.content_part.added", index, part=_part(block.kind, ""))
+            yield self._within(block, "response.content_part.added", part=_part(block))
 
-    def grown(self, block: Block, index: int, text: str) -> dict[str, Any]:
-        if block.kind == "call":
-            return self._in_item("response.function_call_arguments.delta", index, delta=text)
-        if block.kind == "reasoning":
-            return self._in_part("response.reasoning_text.delta", index, delta=text)
-        return self._in_part("response.output_text.delta", index, delta=text, logprobs=[])
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        return self._within(block, f"response.{_KINDS[block.kind]}.delta", delta=text)
 
-    def closed(self, block: Block, index: int) -> Iterable[dict[str, Any]]:
-        text = block.text
+    def closed(self, block: Block) -> Iterable[dict[str, Any]]:
+        done = f"response.{_KINDS[block.kind]}.done"
         if block.kind == "call":
-            yield self._in_item("response.function_call_arguments.done", index, name=block.name, arguments=text)
+            yield self._within(block, done, name=block.name, arguments=block.text)
         else:
-            if block.kind == "reasoning":
-                yield self._in_part("response.reasoning_text.done", index, text=text)
-            else:
-                yield self._in_part("response.output_text.done", index, text=text, logprobs=[])
-            yield self._in_part("response.content_part.done", index, part=_part(block.kind, text))
-        yield self._told("response.output_item.done", output_index=index, item=self._whole_item(block, index))
+            yield self._within(block, done, text=block.text)
+            yield self._within(block, "response.content_part.done", part=_part(block))
+        yield self._told("response.output_item.done", output_index=block.index, item=self._whole_item(block))
 
     def ended(self) -> Iterable[dict[str, Any]]:
         whole = self.whole()
@@ -199,7 +193,7 @@ class ResponseWriter(BlockWriter):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._whole_item(block, index) for index, block in enumerate(self.blocks)],
+            "output": list(map(self._whole_item, self.blocks)),
             "usage": counts
             and {
                 "input_tokens": counts.prompt_tokens,
@@ -211,34 +205,37 @@ class ResponseWriter(BlockWriter):
             **self._settings,
         }
 
-    def _whole_item(self, block: Block, index: int) -> dict[str, Any]:
-        cut = index == len(self.blocks) - 1 and self.finish_reason == "length"
-        return self._item(block, index, "incomplete" if cut else "completed")
+    def _whole_item(self, block: Block) -> dict[str, Any]:
+        cut = block is self.blocks[-1] and self.finish_reason == "length"
+        return self._item(block, "incomplete" if cut else "completed")
 
-    def _item(self, block: Block, index: int, status: str) -> dict[str, Any]:
-        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
-        while len(self._item_ids) <= index:
-            self._item_ids.append(prefix + uuid.uuid4().hex)
-        base = {"id": self._item_ids[index], "status": status}
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        base = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             return {**base, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
-        content = [_part(block.kind, block.text)] if block.parts else []
+        content = [_part(block)] if block.parts else []
         if block.kind == "reasoning":
             return {**base, "type": "reasoning", "summary": [], "content": content}
         return {**base, "type": "message", "role": "assistant", "content": content}
 
-    def _in_item(self, kind: str, index: int, **more: Any) -> dict[str, Any]:
-        return self._told(kind, item_id=self._item_ids[index], output_index=index, **more)
+    def _item_id(self, block: Block) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        return f"{prefix}_{self.generation.id.removeprefix('resp_')}{block.index}"
 
-    def _in_part(self, kind: str, index: int, **more: Any) -> dict[str, Any]:
-        return self._in_item(kind, index, content_index=0, **more)
+    def _within(self, block: Block, kind: str, **more: Any) -> dict[str, Any]:
+        """An event of an item or of its one part of content."""
+        if block.kind != "call":
+            more["content_index"] = 0
+        if kind.startswith("response.output_text"):
+            more["logprobs"] = []
+        return self._told(kind, item_id=self._item_id(block), output_index=block.index, **more)
 
     def _told(self, kind: str, **more: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **more}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
