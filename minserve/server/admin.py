@@ -59,7 +59,7 @@ class AdminEndpoints:
 
     async def health(self, exchange: Exchange) -> web.StreamResponse:
         """Alive: this process answers and no engine is stuck. A model that loads is alive."""
-        self._check_illness()
+        self._front.check_health()
         return exchange.json({"status": "ok", "phase": self._front.phase})
 
     async def ready(self, exchange: Exchange) -> web.StreamResponse:
@@ -67,13 +67,8 @@ class AdminEndpoints:
         if self._front.phase == "draining":
             raise unavailable("The server is shutting down", "draining")
         self._front.loaded()
-        self._check_illness()
+        self._front.check_health()
         return exchange.json({"status": "ready"})
-
-    def _check_illness(self) -> None:
-        illness = self._front.illness()
-        if illness is not None:
-            raise unavailable(f"Not healthy: {illness}", "unhealthy")
 
     async def version(self, exchange: Exchange) -> web.StreamResponse:
         return exchange.json({"version": __version__})

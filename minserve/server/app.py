@@ -38,6 +38,8 @@ _SWEEP_SECONDS = 1.0
 _ENGINES_LEAVE_WITHIN = 5.0
 _CONNECTIONS_CLOSE_WITHIN = 1.0
 
+_Signal = asyncio.Future[signal.Signals]
+
 
 async def serve(
     config: Config,
@@ -56,7 +58,8 @@ async def serve(
     engines = EnginePool(config.local_ranks, config.max_queued_requests, worker, config.front_workers)
     front = Front(config, engines, siblings)
     slow_readers = SlowReaders()
-    url = _url(config.host, listen_socket.getsockname()[1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listen_socket.getsockname()[1]}"
     try:
         async with (
             front.siblings.answering(front.answers_for_siblings()),
@@ -68,30 +71,24 @@ async def serve(
         front.close()
 
 
-class _Signals:
-    """The signals that came, and a way to wait for the first and the second."""
-
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.leave = asyncio.Event()
-        self.leave_at_once = asyncio.Event()
-
-    def came(self, number: signal.Signals) -> None:
-        if self.first is None:
-            self.first = number
-            self.leave.set()
-        else:
-            self.leave_at_once.set()
-
-
 @contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Takes SIGTERM and SIGINT for as long as it is open. Only a process's main thread can; elsewhere none come."""
-    signals = _Signals()
+def _signals() -> Iterator[tuple[_Signal, _Signal]]:
+    """Takes SIGTERM and SIGINT for as long as it is open: the first and the second that comes.
+
+    Only a process's main thread can; elsewhere none come.
+    """
     loop = asyncio.get_running_loop()
+    signals: tuple[_Signal, _Signal] = loop.create_future(), loop.create_future()
+
+    def came(number: signal.Signals) -> None:
+        for one in signals:
+            if not one.done():
+                one.set_result(number)
+                return
+
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     for number in numbers:
-        loop.add_signal_handler(number, signals.came, number)
+        loop.add_signal_handler(number, came, number)
     try:
         yield signals
     finally:
@@ -99,11 +96,13 @@ def _signals() -> Iterator[_Signals]:
             loop.remove_signal_handler(number)
 
 
-async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowReaders, signals: _Signals, url: str) -> ExitCode:
+async def _live(
+    front: Front, sockets: list[socket.socket], slow_readers: SlowReaders, signals: tuple[_Signal, _Signal], url: str
+) -> ExitCode:
     """From loading to the exit code. The engines' sockets are closed on every way out."""
     loading = asyncio.create_task(_load(front, sockets, url))
     sweeping = asyncio.create_task(_sweep(front, slow_readers))
-    leaving = asyncio.create_task(signals.leave.wait())
+    leaving, leaving_at_once = signals
     waiting: set[asyncio.Future[Any]] = {loading, sweeping, leaving, front.engines.death}
     try:
         while True:
@@ -116,11 +115,11 @@ async def _live(front: Front, sockets: list[socket.socket], slow_readers: SlowRe
             if front.engines.death.done():
                 return _mourn(front.engines.death.result())
             if leaving.done():
-                return await _leave(front, signals)
+                return await _leave(front, leaving.result(), leaving_at_once)
     finally:
-        for task in (loading, sweeping, leaving):
+        for task in (loading, sweeping):
             task.cancel()
-        await asyncio.gather(loading, sweeping, leaving, return_exceptions=True)
+        await asyncio.gather(loading, sweeping, return_exceptions=True)
         front.engines.close()
 
 
@@ -163,28 +162,21 @@ def _mourn(death: Death) -> ExitCode:
     return death.exit_code
 
 
-async def _leave(front: Front, signals: _Signals) -> ExitCode:
+async def _leave(front: Front, first: signal.Signals, at_once: _Signal) -> ExitCode:
     """Drain, then tell the engines to leave. A second signal cuts either short."""
-    first = signals.first
-    code = ExitCode.INTERRUPTED if first is signal.SIGINT else ExitCode.OK
     was_ready, front.phase = front.phase == "ready", "draining"
     if was_ready:
-        timeout = front.config.drain_timeout
-        log.info("%s: draining for at most %g s; a second signal leaves at once", first.name if first else "", timeout)
-    at_once = asyncio.create_task(signals.leave_at_once.wait())
-    try:
-        others = (at_once, front.engines.death)
-        if was_ready and not await _finished(front.quiet(), others, front.config.drain_timeout):
+        timeout, others = front.config.drain_timeout, (at_once, front.engines.death)
+        log.info("%s: draining for at most %g s; a second signal leaves at once", first.name, timeout)
+        if not await _finished(front.quiet(), others, timeout):
             log.warning("%d answers are cut off", len(front.generations))
             for generation in list(front.generations.values()):
                 generation.abort("drain", unavailable("The server is shutting down", "draining"))
-        if was_ready and not signals.leave_at_once.is_set():
+        if not at_once.done():
             await _finished(front.engines.shut_down(_ENGINES_LEAVE_WITHIN), others, 2 * _ENGINES_LEAVE_WITHIN)
-    finally:
-        at_once.cancel()
     if front.engines.death.done():
         return _mourn(front.engines.death.result())
-    return code
+    return ExitCode.INTERRUPTED if first is signal.SIGINT else ExitCode.OK
 
 
 async def _finished(work: Coroutine[Any, Any, None], others: tuple[asyncio.Future[Any], ...], timeout: float) -> bool:
@@ -194,12 +186,6 @@ async def _finished(work: Coroutine[Any, Any, None], others: tuple[asyncio.Futur
     finished = task.done()
     task.cancel()
     return finished
-
-
-def _url(host: str, port: int) -> str:
-    """Where this machine reaches the server."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _http(front: Front, slow_readers: SlowReaders) -> HttpServer:

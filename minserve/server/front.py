@@ -55,8 +55,7 @@ class Front:
 
     async def load_tokenizer(self) -> Tokenizer:
         """Raises CheckpointError or UsageError."""
-        config = self.config
-        directory = configuration.model_directory(config)
+        config, directory = self.config, configuration.model_directory(self.config)
         dummy = config.load_format == "dummy"
         return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template, dummy=dummy))
 
@@ -79,13 +78,8 @@ class Front:
         )
         pages = [ready.num_pages for ready in ranks]
         metrics = Metrics(config.metrics_prefix, facts.name, self.engines, pages, ranks[0].startup_seconds)
-        formats = model_formats(
-            config.tool_call_parser,
-            config.reasoning_parser,
-            ranks[0].model_type,
-            tokenizer.special_token_ids(),
-            tokenizer.template.source,
-        )
+        parsers, source = (config.tool_call_parser, config.reasoning_parser), tokenizer.template.source
+        formats = model_formats(*parsers, ranks[0].model_type, tokenizer.special_token_ids(), source)
         self.model = LoadedModel(tokenizer, facts, metrics, formats, tuple(ranks))
         if self.phase == "loading":
             self.phase = "ready"
@@ -151,15 +145,14 @@ class Front:
         threads = self._heavy if num_bytes > HEAVY_BYTES else self._light
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def illness(self) -> str | None:
-        """Why the server is not healthy: an engine that ended or has been silent for too long."""
-        if self.engines.death.done():
-            return f"engine {self.engines.death.result().rank} has ended"
+    def check_health(self) -> None:
+        """Raises ApiError 503 where an engine has ended or has been silent for too long."""
         rank, silence = self.engines.silence()
-        limit = min(MOST_HEALTHY_SILENCE, self.config.watchdog_timeout / 4)
-        if silence > limit:
-            return f"engine {rank} has said nothing for {silence:.0f} s; it speaks every second when it is well"
-        return None
+        if self.engines.death.done():
+            raise unavailable(f"Not healthy: engine {self.engines.death.result().rank} has ended", "unhealthy")
+        if silence > min(MOST_HEALTHY_SILENCE, self.config.watchdog_timeout / 4):
+            said = f"engine {rank} has said nothing for {silence:.0f} s; it speaks every second when it is well"
+            raise unavailable(f"Not healthy: {said}", "unhealthy")
 
     def close(self) -> None:
         for threads in (self._light, self._heavy):
