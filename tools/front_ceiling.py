@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from aiohttp import web
@@ -150,8 +151,16 @@ def health(server: Server, num_streams: int, **more: object) -> str:
     return f" {num_streams} streams at {seen:.0f} tokens/s: {said}"
 
 
-def minserve(workers: int, rate: float, max_num_seqs: int) -> contextlib.AbstractContextManager[Server]:
-    return serving(["--mock-engine", str(rate), "--max-num-seqs", str(max_num_seqs)], workers)
+@contextlib.contextmanager
+def minserve(workers: int, rate: float, max_num_seqs: int) -> Iterator[Server]:
+    words = ["--mock-engine", str(rate), "--front-workers", str(workers), "--max-num-seqs", str(max_num_seqs)]
+    with serving(words) as server:
+        ready_in_a_row = 0
+        while ready_in_a_row < 10 * workers:  # each connection may meet another worker
+            with connect(server.port) as client:
+                client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+                ready_in_a_row = ready_in_a_row + 1 if b" 200 " in client.recv(100) else 0
+        yield server
 
 
 def bare(event: bytes, rate: float) -> contextlib.AbstractContextManager[Server]:

@@ -81,37 +81,36 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(flags: list[str], workers: int = 1) -> Iterator[Server]:
+def serving(flags: list[str]) -> Iterator[Server]:
     """`minserve launch` on a free port, ready. Raises ChildProcessError, with its log, when it does not become so."""
-    words = ["-m", "minserve", "launch", *flags, "--port", "0", "--front-workers", str(workers)]
-    with started(words, r"listening on http://\S+:(\d+)", ": ready: ", workers) as server:
+    with started(["-m", "minserve", "launch", *flags, "--port", "0"], r"listening on http://\S+:(\d+)", "(: ready: )") as server:
         yield server
 
 
 @contextlib.contextmanager
-def started(words: list[str], port: str, ready: str, times: int = 1) -> Iterator[Server]:
-    """A Python process, once its log shows its port and, so many times, that it is ready. The log is a file, which never fills
-    up as a pipe would."""
+def started(words: list[str], port: str, ready: str) -> Iterator[Server]:
+    """A Python process, once its log shows its port and that it is ready. The log is a file, which never fills up as a pipe
+    would."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.NamedTemporaryFile(prefix="minserve-", suffix=".log") as file:
         process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             log = Path(file.name)
-            number = int(_found(port, 1, process, log)[0])
-            _found(ready, times, process, log)
+            number = int(_await(port, process, log))
+            _await(ready, process, log)
             yield Server(process, number, log)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
 
 
-def _found(pattern: str, times: int, process: subprocess.Popen[bytes], log: Path) -> list[str]:
+def _await(pattern: str, process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + READY_SECONDS
-    while len(found := re.findall(pattern, text := log.read_text(errors="replace"))) < times:
+    while (found := re.search(pattern, text := log.read_text(errors="replace"))) is None:
         if process.poll() is not None or time.monotonic() > deadline:
             raise ChildProcessError(f"the server did not become ready; exit code {process.poll()}\n{text}")
         time.sleep(0.05)
-    return found
+    return found[1]
 
 
 def growth(readings: list[Reading], allowed: float) -> list[str]:
