@@ -7,13 +7,13 @@ from typing import Any
 from runtime.graph_doubles import FakeRecorder
 
 from minserve.runtime import assembly, engine
-from minserve.runtime.cuda_graph import DecodeGraphs
+from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
 
 
 def prove(_config: Any, _model: Any, runner: ModelRunner, *_: Any) -> dict[str, Any]:
-    graphs = DecodeGraphs(runner.prepare_padding, (2, runner.limits.max_num_seqs), FakeRecorder())
+    graphs = StepGraphs(runner.prepare_padding, (2, runner.limits.max_num_seqs), FakeRecorder())
     graphs.capture()
     runner.use_graphs(graphs)
     check_graphs(runner, "fast")

@@ -32,7 +32,7 @@ from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
 from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check, shared_expert
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs, capture_sizes, mixed_sizes
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
@@ -67,9 +67,7 @@ class Backend:
 class Parts:
     """An engine, ready to run."""
 
-    model_config: ModelConfig
     model: Decoder
-    limits: Limits
     scheduler: Scheduler
     runner: ModelRunner
     info: dict[str, Any]
@@ -99,9 +97,9 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     group.wait_for_all("compiled")  # the first exchange of tokens must not wait for a rank that still reads or compiles
     size = _plan_cache(config, model, backend, mixed, group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
-    on_gpu = backend.device.type == "cuda"
-    limits = _limits(config, model_config, on_gpu=on_gpu, num_pages=size.num_pages, max_model_len=size.max_model_len)
-    limits = msgspec.structs.replace(limits, mixed_sizes=mixed)
+    limits = Limits.of(config, model_config.vocab_size, size.num_pages, size.max_model_len)
+    floor = PREFILL_FLOOR_SECONDS if backend.device.type == "cuda" else 0.0
+    limits = msgspec.structs.replace(limits, prefill_floor_seconds=floor, mixed_sizes=mixed)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
@@ -111,14 +109,7 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
     log.info("serving with:\n%s", "\n".join(f"  {name:<18} {value}" for name, value in info["effective"].items()))
-    return Parts(
-        model_config=model_config,
-        model=model,
-        limits=limits,
-        scheduler=Scheduler(limits),
-        runner=runner,
-        info=info,
-    )
+    return Parts(model, Scheduler(limits), runner, info)
 
 
 def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
@@ -183,9 +174,9 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
     timeline.begin("graphs")
     recorder, mixed = CudaRecorder(runner.device), None
     if runner.limits.mixed_sizes:
-        mixed = DecodeGraphs(runner.prepare_prompts, runner.limits.mixed_sizes, recorder, kind="mixed")
+        mixed = StepGraphs(runner.prepare_prompts, runner.limits.mixed_sizes, recorder, kind="mixed")
         mixed.capture()
-    graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder, runner.kernels.forget_graphs)
+    graphs = StepGraphs(runner.prepare_padding, sizes, recorder, runner.kernels.forget_graphs)
     graphs.capture(timeline.progress)
     runner.use_graphs(graphs, mixed)
     memory = {str(batch): graphs.memory_bytes[batch] for batch in sizes}
@@ -317,16 +308,16 @@ def _plan_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[
 
 
 def _own_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[int], group: Group) -> KVPlan:
-    per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
-    max_positions = model.config.max_position_embeddings
     if backend.device.type == "cuda":
         sizes = graph_sizes(config, backend.device)
         memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes, mixed)
         memory //= group.sharers  # ranks that share a GPU see each other's memory, and take equal parts of what is left
         name = f"--gpu-memory-utilization {config.gpu_memory_utilization}"
-        return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
-    memory, name = _host_memory(config, group.seat.ranks_per_host)
-    return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=max_positions)
+    else:
+        memory, name = _host_memory(config, group.seat.ranks_per_host)
+    per_page = kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype)
+    longest = model.config.max_position_embeddings
+    return kv_cache.plan(config, bytes_per_page=per_page, memory_bytes=memory, memory_name=name, max_positions=longest)
 
 
 def _host_memory(config: Config, ranks_per_host: int) -> tuple[int, str]:
@@ -339,20 +330,6 @@ def _host_memory(config: Config, ranks_per_host: int) -> tuple[int, str]:
     if wanted == Config().cpu_kv_cache_bytes:  # nobody asked for that much
         return available // 2, "half of this machine's free memory"
     raise DoesNotFit(f"--cpu-kv-cache-bytes {wanted}: this machine has {available} bytes of free memory")
-
-
-def _limits(config: Config, model_config: ModelConfig, *, on_gpu: bool, num_pages: int, max_model_len: int) -> Limits:
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        chunked_prefill_size=config.chunked_prefill_size,
-        prefill_step_ratio=config.prefill_step_ratio,
-        page_size=config.page_size,
-        num_pages=num_pages,
-        max_model_len=max_model_len,
-        vocab_size=model_config.vocab_size,
-        prefill_floor_seconds=PREFILL_FLOOR_SECONDS if on_gpu else 0.0,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
 
 
 def _describe(

@@ -125,32 +125,23 @@ class BatchBuilder:
         self._device_long = torch.zeros(sizes[0], dtype=torch.int64, device=device)
         self._device_short = torch.zeros(sizes[1], dtype=torch.int32, device=device)
 
-    def padding(self, rows: int, seq_len: int = 1) -> ScheduledStep:
+    def padding(self, rows: int) -> ScheduledStep:
         """A decode step of the scratch slot alone: what a graph is warmed up and recorded with. Reads and writes page 0 only."""
-        row = ScheduledRow(
-            request_id=0, slot=self._scratch_slot, start=seq_len - 1, num_tokens=1, write_from=seq_len, samples=True
-        )
-        return ScheduledStep(number=0, rows=(row,) * rows, num_decode_rows=rows, num_tokens=rows)
+        row = ScheduledRow(request_id=0, slot=self._scratch_slot, start=0, num_tokens=1, write_from=1, samples=True)
+        return ScheduledStep.of(0, (row,) * rows, rows)
 
     def padding_prompts(self, tokens: int) -> ScheduledStep:
         """The same for a mixed step: prompts of the scratch slot, so many tokens together or as many as fit."""
-        rows: list[ScheduledRow] = []
-        for _ in range(self._scratch_slot):
-            length = min(tokens, self.max_pages * self.page_size)
-            tokens -= length
-            rows.append(
-                ScheduledRow(
-                    request_id=0,
-                    slot=self._scratch_slot,
-                    start=0,
-                    num_tokens=length,
-                    token_ids=(0,) * length,
-                    write_from=length,
-                )
-            )
-            if not tokens:
-                break
-        return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=0, num_tokens=sum(row.num_tokens for row in rows))
+        longest = self.max_pages * self.page_size
+        lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)][: self._scratch_slot]
+        slot = self._scratch_slot
+        return ScheduledStep.of(
+            0,
+            [
+                ScheduledRow(request_id=0, slot=slot, start=0, num_tokens=count, token_ids=(0,) * count, write_from=count)
+                for count in lengths
+            ],
+        )
 
     def stage(
         self, step: ScheduledStep, padded: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
@@ -166,7 +157,7 @@ class BatchBuilder:
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = starts[row_of] + np.arange(step.num_tokens) - (ends - lengths)[row_of]
         samples = np.array([row.samples for row in rows], dtype=bool)
-        decode_only = step.num_decode_rows == len(rows)
+        decode_only = step.decodes_only
         padded_rows = len(rows) if padded is None else padded if decode_only else self.mixed_rows
         padding, tokens = padded_rows - len(rows), step.num_tokens if padded is None else padded
         if padding < 0 or tokens < step.num_tokens:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from rich.console import Console
@@ -27,6 +28,7 @@ from torch import Tensor
 from minserve import roofline
 from minserve.config import Config
 from minserve.errors import ServerError, UsageError
+from minserve.kernels.interface import kv_page_shape
 from minserve.models.decoder import Decoder
 from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
@@ -34,8 +36,7 @@ from minserve.models.model_config import load_model_config
 from minserve.request import SamplingParams
 from minserve.runtime import assembly, bench_ranks, kv_cache
 from minserve.runtime.assembly import Backend
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
-from minserve.runtime.kv_cache import KVPlan
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
 from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits
@@ -49,23 +50,6 @@ GPU = roofline.H200
 """Whose measured ceilings the floor stands for."""
 
 log = logging.getLogger("minserve.runtime")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """One line of the table. Times in milliseconds."""
-
-    batch: int
-    mode: str
-    step: float
-    """Median over the repeats of the mean step, one step in flight while the next is prepared, as the engine runs them."""
-    spread: float
-    """(max - min) / median of the repeats."""
-    device: float | None
-    """A replay alone, or an eager forward, between two events."""
-    floor: float
-    share: float
-    """Floor over step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,7 +122,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
     group.wait_for_all("loaded")
     shape = roofline.shape_from_config(raw)
     loaded = time.monotonic()
-    rows = []
+    rows: list[dict[str, Any]] = []
     hit: dict[int, float | None] = {}
     traces: list[dict[str, Any]] = []
     for batch in options.batch:
@@ -172,7 +156,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "distinct_experts": hit,
         "traces": traces,
         "load_seconds": round(loaded - began, 1),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": rows,
     }
 
 
@@ -208,24 +192,13 @@ def _with_layers(source: Path, layers: int | None, folder: Path) -> Path:
 
 
 def _runner(model: Decoder, backend: Backend, config: Config, batch: int, context: int) -> ModelRunner:
-    pages_each = -(-context // config.page_size)
-    limits = Limits(
-        max_num_seqs=batch,
-        chunked_prefill_size=batch,
-        page_size=config.page_size,
-        num_pages=batch * pages_each,
-        max_model_len=pages_each * config.page_size,
-        vocab_size=model.config.vocab_size,
-    )
-    size = KVPlan(
-        num_pages=limits.num_pages,
-        page_size=config.page_size,
-        page_bytes=kv_cache.page_bytes(model.attention_shape, model.num_layers, config.page_size, backend.kv_dtype),
-        max_model_len=limits.max_model_len,
-        limited_by="the benchmark",
-    )
-    cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
+    pages_each, model_config = -(-context // config.page_size), model.config
+    limits = Limits.of(config, model_config.vocab_size, batch * pages_each, pages_each * config.page_size)
+    limits = msgspec.structs.replace(limits, max_num_seqs=batch, chunked_prefill_size=batch)
+    shape = (limits.num_pages + 1, *kv_page_shape(model.attention_shape, config.page_size))
     generator = torch.Generator(backend.device).manual_seed(0)
+    with kv_cache.refusal_of_memory(f"a KV cache of {limits.num_pages} pages"):
+        cache = [torch.zeros(shape, dtype=backend.kv_dtype, device=backend.device) for _ in range(model.num_layers)]
     for layer in cache:
         layer.normal_(generator=generator)
     return ModelRunner(model, backend.kernels, cache, limits, backend.device)
@@ -250,7 +223,7 @@ def _step(runner: ModelRunner, context: int) -> ScheduledStep:
         )
         for slot in range(limits.max_num_seqs)
     )
-    return ScheduledStep(number=1, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
+    return ScheduledStep.of(1, rows, len(rows))
 
 
 def _modes(model: Decoder, options: argparse.Namespace) -> Iterator[str]:
@@ -262,7 +235,12 @@ def _modes(model: Decoder, options: argparse.Namespace) -> Iterator[str]:
             yield from (f"graph {policy}" for policy in options.shared_expert)
 
 
-def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int) -> Measured:
+def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int) -> dict[str, Any]:
+    """One line of the table, times in milliseconds.
+
+    `step`: the median over the repeats of the mean step, one step in flight while the next is prepared, as the engine runs them;
+    `spread`: (max - min) / median of the repeats; `device`: a replay or an eager forward alone, by events; none on CPUs.
+    """
     batch = len(step.rows)
     steps = steps if mode != "eager" else max(3, steps // 5)
     graphs = _capture(runner, mode, batch) if mode != "eager" else None
@@ -274,8 +252,8 @@ def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, 
     if graphs is not None:
         runner.graphs = None
         graphs.destroy()
-    spread = (max(times) - min(times)) / median
-    return Measured(batch, mode, median, spread, device, floor, floor / median)
+    measured = {"batch": batch, "mode": mode, "step": median, "spread": (max(times) - min(times)) / median}
+    return measured | {"device": device, "floor": floor, "share": floor / median}
 
 
 def _settled(step: ScheduledStep) -> ScheduledStep:
@@ -284,7 +262,7 @@ def _settled(step: ScheduledStep) -> ScheduledStep:
         ScheduledRow(request_id=row.request_id, slot=row.slot, start=row.start, num_tokens=1, table_offset=1, samples=True)
         for row in step.rows
     )
-    return ScheduledStep(number=2, rows=rows, num_decode_rows=len(rows), num_tokens=len(rows))
+    return ScheduledStep.of(2, rows, len(rows))
 
 
 def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | None) -> dict[str, Any]:
@@ -314,13 +292,13 @@ def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | N
     }
 
 
-def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder | None = None) -> DecodeGraphs[Sampled]:
-    policy: SharedExpertPolicy = "overlap" if mode == "graph overlap" else "fused" if mode == "graph fused" else "serial"
-    model = runner.model
+def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder | None = None) -> StepGraphs[Sampled]:
+    policies: dict[str, SharedExpertPolicy] = {"graph overlap": "overlap", "graph fused": "fused"}
+    model, policy = runner.model, policies.get(mode, "serial")
     assert isinstance(model, Decoder)
     model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
     recorder = recorder or CudaRecorder(runner.device)
-    graphs = DecodeGraphs(runner.prepare_padding, [batch], recorder, runner.kernels.forget_graphs)
+    graphs = StepGraphs(runner.prepare_padding, [batch], recorder, runner.kernels.forget_graphs)
     graphs.capture()
     runner.use_graphs(graphs)
     return graphs
@@ -335,7 +313,8 @@ def _random_tokens(runner: ModelRunner) -> Tensor:
 
 def _run(runner: ModelRunner, step: ScheduledStep, tokens: Tensor, count: int) -> float:
     """Milliseconds a step."""
-    _settle(runner.device)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
     began = time.perf_counter()
     in_flight: InFlight | None = None
     for number in range(count):
@@ -349,12 +328,7 @@ def _run(runner: ModelRunner, step: ScheduledStep, tokens: Tensor, count: int) -
     return (time.perf_counter() - began) * 1e3 / count
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _device_time(runner: ModelRunner, step: ScheduledStep, graphs: DecodeGraphs[Sampled] | None, count: int) -> float | None:
+def _device_time(runner: ModelRunner, step: ScheduledStep, graphs: StepGraphs[Sampled] | None, count: int) -> float | None:
     """Milliseconds of a step on the device alone, without the copies and the planning around it; None on a CPU."""
     if runner.device.type == "cpu":
         return None
@@ -403,13 +377,8 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_column(column, justify="left" if column == "mode" else "right")
     for row in report["rows"]:
         shown.add_row(
-            str(row["batch"]),
-            row["mode"],
-            f"{row['step']:.3f}",
-            f"{row['spread']:.1%}",
-            "-" if row["device"] is None else f"{row['device']:.3f}",
-            f"{row['floor']:.2f}",
-            f"{row['share']:.0%}",
+            *(str(row["batch"]), row["mode"], f"{row['step']:.3f}", f"{row['spread']:.1%}"),
+            *("-" if row["device"] is None else f"{row['device']:.3f}", f"{row['floor']:.2f}", f"{row['share']:.0%}"),
         )
     console = _console()
     console.print(shown)

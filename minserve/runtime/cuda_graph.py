@@ -131,7 +131,7 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
 
-class DecodeGraphs(Generic[Result]):
+class StepGraphs(Generic[Result]):
     """The graphs of one kind of step: by batch size for decode steps, by tokens for mixed ones, whose sampling is not recorded.
 
     Three verbs: capture, replay, destroy.

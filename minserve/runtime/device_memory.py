@@ -14,7 +14,7 @@ from minserve.kernels.interface import Kernels, kv_page_shape
 from minserve.models.load_report import gigabytes
 from minserve.models.model import Model
 from minserve.request import SamplingParams
-from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, DecodeGraphs
+from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -41,7 +41,8 @@ def left_for_cache(
     the largest decode and the largest mixed step there to see what all graphs will take; without sizes there are none."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
-    limits = trial_limits(config, model)
+    longest = config.max_model_len or model.config.max_position_embeddings
+    limits = Limits.of(config, model.config.vocab_size, -(-longest // config.page_size), longest)
     shape = (1, *kv_page_shape(model.attention_shape, config.page_size))
     cache = [torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(model.num_layers)]
     runner = ModelRunner(model, kernels, cache, limits, device)
@@ -64,11 +65,11 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], mixed: Sequence[int] 
     The pool's working memory is shared, so it is needed once; each size keeps its own outputs and its own driver memory.
     """
     device, config, recorder = runner.device, runner.model.config, CudaRecorder(runner.device)
-    trials: list[tuple[DecodeGraphs[Any], Sequence[int], int]] = []
+    trials: list[tuple[StepGraphs[Any], Sequence[int], int]] = []
     if mixed:
-        trials.append((DecodeGraphs(runner.prepare_prompts, [max(mixed)], recorder, kind="mixed"), mixed, 4 * config.hidden_size))
+        trials.append((StepGraphs(runner.prepare_prompts, [max(mixed)], recorder, kind="mixed"), mixed, 4 * config.hidden_size))
     if sizes:
-        decode = DecodeGraphs(runner.prepare_padding, [max(sizes)], recorder, runner.kernels.forget_graphs)
+        decode = StepGraphs(runner.prepare_padding, [max(sizes)], recorder, runner.kernels.forget_graphs)
         trials.append((decode, sizes, (4 * config.vocab_size + 4 * config.hidden_size) * len(VARIANTS)))
     total = 0
     for graphs, all_sizes, bytes_each in trials:
@@ -81,19 +82,6 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], mixed: Sequence[int] 
     for graphs, _, _ in trials:
         graphs.destroy()
     return total
-
-
-def trial_limits(config: Config, model: Model) -> Limits:
-    """The ceilings as they would be with memory without end."""
-    max_model_len = config.max_model_len or model.config.max_position_embeddings
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        chunked_prefill_size=config.chunked_prefill_size,
-        page_size=config.page_size,
-        num_pages=-(-max_model_len // config.page_size),
-        max_model_len=max_model_len,
-        vocab_size=model.config.vocab_size,
-    )
 
 
 def trial_step(limits: Limits) -> ScheduledStep:
@@ -125,5 +113,4 @@ def trial_step(limits: Limits) -> ScheduledStep:
                 setup=SlotSetup(sampling, tokens),
             )
         )
-    num_tokens = sum(row.num_tokens for row in rows)
-    return ScheduledStep(number=1, rows=tuple(rows), num_decode_rows=0, num_tokens=num_tokens)
+    return ScheduledStep.of(1, rows)

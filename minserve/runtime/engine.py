@@ -137,7 +137,7 @@ class Engine:
             return IDLE
         kind = Kind.IDLE
         if step is not None:
-            prompts = Kind.PREFILL if step.num_decode_rows < len(step.rows) else Kind.IDLE
+            prompts = Kind.IDLE if step.decodes_only else Kind.PREFILL
             kind = prompts | (Kind.DECODE if step.num_decode_rows else Kind.IDLE)
         calls = self._num_answered + len(self._calls)
         proposal = Proposal(kind, 0 if step is None else step.num_tokens, calls, self._leaving)
@@ -249,7 +249,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
         group = parallel.join(seat, parallel.GPUS if on_gpus else "gloo", config.watchdog_timeout)
         parts = assemble(config, timeline, group)
         timeline.begin("vocabulary")
-        grammars = Grammars(parts.model_config.vocab_size)
+        grammars = Grammars(parts.model.config.vocab_size)
         heard = _heard_already(connection, grammars)
         if seat.num_ranks > 1:
             timeline.begin("wait for the other ranks")
@@ -257,17 +257,18 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
         startup_seconds = timeline.finish()
     finally:
         timeline.stop()
+    limits = parts.runner.limits
     info = parts.info | {"startup_seconds": startup_seconds}
     log.info("ready after %.2f s", sum(startup_seconds.values()))
     connection.send(
         Ready(
-            model_type=parts.model_config.model_type,
-            vocab_size=parts.model_config.vocab_size,
-            max_model_len=parts.limits.max_model_len,
-            max_num_seqs=parts.limits.max_num_seqs,
-            eos_token_ids=parts.model_config.eos_token_ids,
-            num_pages=parts.limits.num_pages,
-            page_size=parts.limits.page_size,
+            model_type=parts.model.config.model_type,
+            vocab_size=parts.model.config.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            eos_token_ids=parts.model.config.eos_token_ids,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
             startup_seconds=startup_seconds,
             info=info,
         )

@@ -23,7 +23,7 @@ from minserve.models.model import Model
 from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
 from minserve.request import TokenLogprobs
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
-from minserve.runtime.cuda_graph import DecodeGraphs, Work
+from minserve.runtime.cuda_graph import StepGraphs, Work
 from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
@@ -139,9 +139,9 @@ class ModelRunner:
             page_size=limits.page_size,
             device=device,
         )
-        self.graphs: DecodeGraphs[Sampled] | None = None
+        self.graphs: StepGraphs[Sampled] | None = None
         """Replayed for every step of decode rows alone; None runs them eagerly."""
-        self.mixed_graphs: DecodeGraphs[tuple[Tensor]] | None = None
+        self.mixed_graphs: StepGraphs[tuple[Tensor]] | None = None
         """Replayed for every other step, up to the logits of those that no other rank takes part in; None: eager as well."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
         """Why decode steps run without a graph, where they do."""
@@ -166,7 +166,7 @@ class ModelRunner:
         none of them reads a prompt.
         """
         padded = None
-        if step.num_decode_rows == len(step.rows):
+        if step.decodes_only:
             padded = self._decode_graph(len(step.rows), rows_per_rank, all_decode)
         elif self.mixed_graphs is not None and self._in_graphs(rows_per_rank):
             padded = self.mixed_graphs.size_for(step.num_tokens)
@@ -265,7 +265,7 @@ class ModelRunner:
         return self.kernels.plan_attention(batch.attention, self.model.attention_shape)
 
     def prepare_padding(self, size: int) -> Work[Sampled]:
-        """For `DecodeGraphs`: a batch of padding at the size's addresses, as the work that its graphs record."""
+        """For `StepGraphs`: a batch of padding at the size's addresses, as the work that its graphs record."""
         batch = self.batches.to_device(self.batches.stage(self.batches.padding(size), size))
         plan = self.plan(batch)
 
@@ -287,7 +287,7 @@ class ModelRunner:
 
         return work
 
-    def use_graphs(self, graphs: DecodeGraphs[Sampled], mixed: DecodeGraphs[tuple[Tensor]] | None = None) -> None:
+    def use_graphs(self, graphs: StepGraphs[Sampled], mixed: StepGraphs[tuple[Tensor]] | None = None) -> None:
         """From now on. Raises ValueError when a full step would not fit the largest graph."""
         if graphs.largest < self.limits.max_num_seqs:
             raise ValueError(f"the largest graph holds {graphs.largest} rows, and {self.limits.max_num_seqs} may run at once")
@@ -412,7 +412,7 @@ class ModelRunner:
                 _token_logprobs(token, entry, row.scored_top) for token, entry in zip(row.scored_ids, scores, strict=True)
             )
             results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
-        eager = step.num_decode_rows == len(step.rows) and outcome.graph_size is None
+        eager = step.decodes_only and outcome.graph_size is None
         if eager and not self._told_eager and eager_reason != BESIDE_PROMPTS:
             self._told_eager = True
             log.warning("decode steps run eagerly (%s); counted in the step statistics", eager_reason)
@@ -420,7 +420,7 @@ class ModelRunner:
             rows=tuple(results),
             nan_rows=nan_rows,
             eager_reason=eager_reason if eager else None,
-            graph_size=outcome.graph_size if step.num_decode_rows == len(step.rows) else None,
+            graph_size=outcome.graph_size if step.decodes_only else None,
             seconds=seconds,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from minserve.config import Config
 from minserve.messages import StepStats
 from minserve.request import FinishReason, Request, TokenOutput
 from minserve.runtime.page_allocator import PageAllocator
@@ -38,6 +39,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Or so long, where that is more."""
     mixed_sizes: tuple[int, ...] = ()
     """Tokens to which steps that read prompts are padded, ascending; none: they are not."""
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, num_pages: int, max_model_len: int) -> Limits:
+        """What the config says, with what only the start finds out."""
+        return cls(
+            max_num_seqs=config.max_num_seqs,
+            chunked_prefill_size=config.chunked_prefill_size,
+            page_size=config.page_size,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            prefill_step_ratio=config.prefill_step_ratio,
+        )
 
     @property
     def max_step_tokens(self) -> int:
@@ -125,9 +140,9 @@ class Scheduler:
         if not rows:
             return None
         self._scheduled_step = number
-        num_tokens = sum(row.num_tokens for row in rows)
-        self._pace.scheduled(num_decode_rows, num_tokens - num_decode_rows)
-        return ScheduledStep(number=number, rows=tuple(rows), num_decode_rows=num_decode_rows, num_tokens=num_tokens)
+        step = ScheduledStep.of(number, rows, num_decode_rows)
+        self._pace.scheduled(num_decode_rows, step.num_tokens - num_decode_rows)
+        return step
 
     def _decode_rows(self, step: int) -> Iterator[ScheduledRow]:
         """One token for every request that can decode, oldest first, so that a preempted one has no row yet."""
@@ -329,7 +344,7 @@ class Scheduler:
         if result.seconds is not None:
             self._pace.measured(step.num_decode_rows, step.num_tokens - step.num_decode_rows, result.seconds)
         self._nan_rows += result.nan_rows
-        self._mixed_steps += step.num_decode_rows < len(step.rows)
+        self._mixed_steps += not step.decodes_only
         if result.graph_size is not None:
             self._graph_replays[result.graph_size] = self._graph_replays.get(result.graph_size, 0) + 1
         if result.eager_reason is not None:

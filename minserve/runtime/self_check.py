@@ -25,7 +25,7 @@ from minserve.models.model import Model
 from minserve.models.sampler import SamplerState, Variant
 from minserve.request import SamplingParams
 from minserve.runtime.batch import Batch
-from minserve.runtime.cuda_graph import VARIANTS, DecodeGraphs
+from minserve.runtime.cuda_graph import VARIANTS, StepGraphs
 from minserve.runtime.model_runner import ModelRunner, Sampled
 from minserve.runtime.step import ScheduledRow, ScheduledStep
 
@@ -117,7 +117,7 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
     else:
         step = _random_mixed_step(runner, trial, dice)
         trial = dataclasses.replace(trial, real=step.num_tokens)
-    graphs: DecodeGraphs[Any] | None = runner.graphs if trial.kind == "decode" else runner.mixed_graphs
+    graphs: StepGraphs[Any] | None = runner.graphs if trial.kind == "decode" else runner.mixed_graphs
     assert graphs is not None
     slots = torch.tensor([row.slot for row in step.rows], device=runner.device)
     _set_up_slots(runner.sampler, step, trial.variant, dice)
@@ -176,7 +176,7 @@ def _random_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> Sche
         rows.append(
             ScheduledRow(request_id=index, slot=slots[index], start=length - 1, num_tokens=1, new_pages=own, samples=True)
         )
-    return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=len(rows), num_tokens=len(rows))
+    return ScheduledStep.of(0, rows, len(rows))
 
 
 def _random_mixed_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> ScheduledStep:
@@ -200,8 +200,7 @@ def _random_mixed_step(runner: ModelRunner, trial: Trial, dice: random.Random) -
         )
         rows.append(row)
         left -= length
-    num_tokens = sum(row.num_tokens for row in rows)
-    return ScheduledStep(number=0, rows=tuple(rows), num_decode_rows=min(num_decode_rows, len(rows)), num_tokens=num_tokens)
+    return ScheduledStep.of(0, rows, min(num_decode_rows, len(rows)))
 
 
 def _set_up_slots(sampler: SamplerState, step: ScheduledStep, variant: Variant, dice: random.Random) -> None:
@@ -322,7 +321,7 @@ def _copies(sampler: SamplerState, names: tuple[str, ...]) -> dict[str, Tensor]:
 # streams
 
 
-def _count_all_streams(runner: ModelRunner, graphs: DecodeGraphs[Sampled]) -> dict[int, int]:
+def _count_all_streams(runner: ModelRunner, graphs: StepGraphs[Sampled]) -> dict[int, int]:
     def replays() -> Iterator[Callable[[], object]]:
         for size in graphs.sizes:
             runner.prepare_padding(size)

@@ -29,7 +29,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model
 from minserve.models.sampler import Variant
 from minserve.remembered import Remembered
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 
 BATCHES = (1, 8, 32)
 """Tokens of the timed steps: one, where launches cost most, and on to as many as read most experts."""
@@ -187,7 +187,7 @@ def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: La
 
         return work
 
-    graphs = DecodeGraphs(prepare, BATCHES, CudaRecorder(device))
+    graphs = StepGraphs(prepare, BATCHES, CudaRecorder(device))
     graphs.capture()
     times = {size: _microseconds(lambda: graphs.replay(size, "argmax"), device) for size in BATCHES}  # noqa: B023
     graphs.destroy()

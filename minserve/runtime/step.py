@@ -5,6 +5,8 @@ Plain values, fixed once made: the runner may read them while the scheduler alre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from minserve.request import SamplingParams, TokenLogprobs
@@ -52,6 +54,16 @@ class ScheduledStep(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[ScheduledRow, ...]
     num_decode_rows: int
     num_tokens: int
+
+    @classmethod
+    def of(cls, number: int, rows: Sequence[ScheduledRow], num_decode_rows: int = 0) -> ScheduledStep:
+        """All rows, of which the first `num_decode_rows` decode."""
+        num_tokens = sum(row.num_tokens for row in rows)
+        return cls(number=number, rows=tuple(rows), num_decode_rows=num_decode_rows, num_tokens=num_tokens)
+
+    @property
+    def decodes_only(self) -> bool:
+        return self.num_decode_rows == len(self.rows)
 
     @property
     def is_dummy(self) -> bool:

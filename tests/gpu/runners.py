@@ -20,7 +20,7 @@ from minserve.models.layers.streams import CudaLanes
 from minserve.models.model_config import ModelConfig, load_model_config
 from minserve.models.registry import build_model
 from minserve.models.weights import dummy_weights, formats_from_config
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import ModelRunner, Sampled
 from minserve.runtime.scheduler import Limits
 
@@ -119,9 +119,9 @@ def small_runner(
     return runner_of(model, kernels, max_num_seqs=max_num_seqs)
 
 
-def capture(runner: ModelRunner, sizes: tuple[int, ...] | None = None) -> DecodeGraphs[Sampled]:
+def capture(runner: ModelRunner, sizes: tuple[int, ...] | None = None) -> StepGraphs[Sampled]:
     sizes = sizes or (runner.limits.max_num_seqs,)
-    graphs = DecodeGraphs(runner.prepare_padding, sizes, CudaRecorder(DEVICE), runner.kernels.forget_graphs)
+    graphs = StepGraphs(runner.prepare_padding, sizes, CudaRecorder(DEVICE), runner.kernels.forget_graphs)
     graphs.capture()
     runner.use_graphs(graphs)
     return graphs

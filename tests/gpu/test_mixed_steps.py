@@ -10,7 +10,7 @@ from gpu.kernel_samples import DEVICE, distance
 from gpu.runners import small_runner
 
 from minserve.request import SamplingParams
-from minserve.runtime.cuda_graph import CudaRecorder, DecodeGraphs
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -26,9 +26,9 @@ MODELS = [
 
 def capture(runner: ModelRunner) -> None:
     recorder = CudaRecorder(DEVICE)
-    mixed = DecodeGraphs(runner.prepare_prompts, (128, 512), recorder, kind="mixed")
+    mixed = StepGraphs(runner.prepare_prompts, (128, 512), recorder, kind="mixed")
     mixed.capture()
-    graphs = DecodeGraphs(runner.prepare_padding, (4, runner.limits.max_num_seqs), recorder, runner.kernels.forget_graphs)
+    graphs = StepGraphs(runner.prepare_padding, (4, runner.limits.max_num_seqs), recorder, runner.kernels.forget_graphs)
     graphs.capture()
     runner.use_graphs(graphs, mixed)
 

@@ -16,7 +16,7 @@ from minserve.capture_flags import CaptureFlags
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, kv_page_shape
 from minserve.runtime.capture_mode import current_flags
-from minserve.runtime.cuda_graph import DecodeGraphs
+from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 
@@ -111,11 +111,11 @@ def with_graphs(
     mixed_sizes: tuple[int, ...] = (),
     mixed_recorder: FakeRecorder | None = None,
 ) -> ModelRunner:
-    graphs = DecodeGraphs(runner.prepare_padding, sizes, recorder or FakeRecorder(), runner.kernels.forget_graphs)
+    graphs = StepGraphs(runner.prepare_padding, sizes, recorder or FakeRecorder(), runner.kernels.forget_graphs)
     graphs.capture()
     mixed = None
     if mixed_sizes:
-        mixed = DecodeGraphs(runner.prepare_prompts, mixed_sizes, mixed_recorder or recorder or FakeRecorder(), kind="mixed")
+        mixed = StepGraphs(runner.prepare_prompts, mixed_sizes, mixed_recorder or recorder or FakeRecorder(), kind="mixed")
         mixed.capture()
     runner.use_graphs(graphs, mixed)
     return runner

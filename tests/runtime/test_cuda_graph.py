@@ -18,7 +18,7 @@ from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
 from minserve.kernels import reference
 from minserve.request import Request, SamplingParams
 from minserve.runtime.capture_mode import current_flags
-from minserve.runtime.cuda_graph import DecodeGraphs, capture_sizes, mixed_sizes
+from minserve.runtime.cuda_graph import StepGraphs, capture_sizes, mixed_sizes
 
 
 @given(st.integers(1, 20_000))
@@ -53,7 +53,7 @@ def graphs_of(recorder, sizes=(1, 4, 8), log=None):
 
         return work
 
-    return DecodeGraphs(prepare, sizes, recorder)
+    return StepGraphs(prepare, sizes, recorder)
 
 
 def test_largest_first_and_warm_ups_before_each_recording_under_the_same_flags():

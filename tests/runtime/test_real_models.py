@@ -31,7 +31,7 @@ class RealLoop(Loop):
         torch.set_num_threads(1)
         values = {"model": str(checkpoint.directory), "max_num_seqs": 8, "num_pages": 40, "max_model_len": 512}
         parts = assemble(Config(**(values | settings)), Timeline(lambda _: None, "test"))
-        super().__init__(parts.limits, parts.runner)
+        super().__init__(parts.runner.limits, parts.runner)
         self.reference = checkpoint.reference
         self.vocab_size = VOCAB_SIZE
 
