@@ -140,24 +140,20 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise bad_request(f"{param} must be a JSON schema: an object", param)
+    multiples: list[int] = []
     try:
-        cleaned, multiples = _clean(schema, MAX_DEPTH)
-    except _TooDeepError:
-        raise bad_request(f"{param} is nested more than {MAX_DEPTH} levels deep", param) from None
-    if multiples > MAX_MULTIPLE:
-        raise bad_request(f"{param}: the numbers of multipleOf are too large to be enforced", param)
-    made: dict[str, Any] = cleaned
-    try:
+        made: dict[str, Any] = _clean(schema, MAX_DEPTH, multiples)
         num_patterns = _Patterns(made).at_once(made, MAX_DEPTH)
-    except _TooDeepError:
-        raise bad_request(f"{param} has more than {MAX_DEPTH} levels of references", param) from None
+    except RecursionError:
+        raise bad_request(f"{param} has more than {MAX_DEPTH} levels of references or nesting", param) from None
+    product = 1
+    for multiple in multiples:
+        product = min(product * multiple, MAX_MULTIPLE + 1)
+    if product > MAX_MULTIPLE:
+        raise bad_request(f"{param}: the numbers of multipleOf are too large to be enforced", param)
     if num_patterns > MAX_PATTERNS:
         raise bad_request(f"{param} may hold one value to {num_patterns} patterns at once; {MAX_PATTERNS} are possible", param)
     return made
-
-
-class _TooDeepError(Exception):
-    pass
 
 
 class _Patterns:
@@ -175,7 +171,7 @@ class _Patterns:
         if not isinstance(part, dict):
             return 0
         if depth == 0:
-            raise _TooDeepError
+            raise RecursionError
         if id(part) in self._known:
             return self._known[id(part)]
         self._known[id(part)] = 0  # while it is counted: a reference back to it adds nothing
@@ -194,45 +190,25 @@ class _Patterns:
         return count
 
 
-def _clean(part: Any, depth: int) -> tuple[Any, int]:
-    """A schema or a part of one without unknown formats, and the product of its multiples."""
+def _clean(part: Any, depth: int, multiples: list[int]) -> Any:
+    """A schema or a part of one without unknown formats; adds what it may only hold multiples of."""
     if depth == 0:
-        raise _TooDeepError
+        raise RecursionError
     if isinstance(part, list):
-        cleaned = [_clean(element, depth - 1) for element in part]
-        return [element for element, _ in cleaned], _product([multiple for _, multiple in cleaned])
+        return [_clean(element, depth - 1, multiples) for element in part]
     if not isinstance(part, dict):
-        return part, 1
-    made: dict[str, Any] = {}
-    multiples = [_multiple(part.get("multipleOf"))]
-    for key, value in part.items():
-        if key in _DATA:
-            made[key] = value
-        elif not (key == "format" and isinstance(value, str) and value not in _FORMATS):
-            made[key], multiple = _clean(value, depth - 1)
-            multiples.append(multiple)
-    return made, _product(multiples)
+        return part
+    multiples.append(_digits(part.get("multipleOf")))
+    known = {key: value for key, value in part.items() if key != "format" or not isinstance(value, str) or value in _FORMATS}
+    return {key: value if key in _DATA else _clean(value, depth - 1, multiples) for key, value in known.items()}
 
 
-def _product(numbers: list[int]) -> int:
-    product = 1
-    for number in numbers:
-        product = min(product * number, MAX_MULTIPLE + 1)
-    return product
-
-
-def _multiple(value: Any) -> int:
-    """The digits of a number without its decimal point: 0.25 is 25."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _digits(number: Any) -> int:
+    """Those of a number without its decimal point: 0.25 is 25. Of anything else 1."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return 1
-    sign, digits, exponent = decimal.Decimal(repr(value)).as_tuple()
-    del sign
-    if not isinstance(exponent, int) or exponent > 18:
-        return MAX_MULTIPLE + 1
-    number: int = int("".join(map(str, digits))) * 10 ** max(0, exponent)
-    while exponent < 0 and number and number % 10 == 0:
-        number, exponent = number // 10, exponent + 1
-    return max(1, number)
+    plain = f"{abs(decimal.Decimal(repr(number))).normalize():f}"
+    return max(1, int(plain.replace(".", "")))
 
 
 MAX_GRAMMAR_LENGTH = 1 << 20
@@ -309,7 +285,7 @@ class _Rules:
             return self._json(form.value)
         if form.kind == "choice":
             return self._add(" | ".join(map(_literal, form.value)))
-        return self._add(f"/{_within_slashes(_without_anchors(form.value))}/")
+        return self._add(_regex_literal(form.value))
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         guidance = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
@@ -318,26 +294,26 @@ class _Rules:
     def of_calls(self, calls: ForcedCalls) -> str:
         layout = calls.layout
 
-        def spell(part: str) -> str:
-            return f"<[{calls.marks[part]}]>" if part in calls.marks else _literal(part)
+        def spell(text: str, name: str = "", arguments: str = "") -> str:
+            """A rule's body: tags that are special tokens by their ids, the rest of the text to the letter."""
+            ids = {mark: f"<[{token_id}]>" for mark, token_id in calls.marks.items()}
+            known = {**ids, ARGUMENTS: arguments, NUMBER: _NUMBER}
+            parts = filter(None, re.split(r"(<[^<>\n]+>|\{arguments\}|\{number\})", text))
+            return " ".join(known.get(part) or _literal(part.replace(NAME, name)) for part in parts)
 
         types = parameter_types(calls.tools)
         ways = []
         for tool in calls.tools:
             name = tool["function"]["name"]
             if not _CALLABLE.fullmatch(name):
-                raise bad_request(
-                    f"tools: the function name {name[:60]!r} holds characters that no call can be forced with", "tools"
-                )
+                message = f"tools: the function name {name[:60]!r} holds characters that no call can be forced with"
+                raise bad_request(message, "tools")
             schema = _arguments_schema(tool["function"].get("parameters"))
             arguments = self._parameters(schema, types[name]) if layout.tagged else self._json(schema)
-            standing_for = {ARGUMENTS: arguments, NUMBER: _NUMBER}
-            parts = [standing_for.get(part) or spell(part.replace(NAME, name)) for part in layout.call]
-            ways.append(self._add(" ".join(parts)))
+            ways.append(self._add(spell(layout.call, name, arguments)))
         call = self._add(" | ".join(ways))
-        between = f"{_literal(layout.between)} " if layout.between else ""
-        more = "" if calls.one_call else f" ({between}{call})*"
-        return self._add(" ".join([*map(spell, layout.begin), call + more, *map(spell, layout.end)]))
+        more = "" if calls.one_call else f" ({spell(layout.between)} {call})*"
+        return self._add(f"{spell(layout.begin)} {call}{more} {spell(layout.end)}")
 
     def _parameters(self, schema: Mapping[str, Any], types: Mapping[str, frozenset[str]]) -> str:
         """Each parameter in its tags, in the schema's order; a text is free but for the end tag."""
@@ -377,13 +353,11 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _without_anchors(regex: str) -> str:
-    """A form is matched as a whole anyway."""
+def _regex_literal(regex: str) -> str:
+    """Between slashes, where its own slashes and line breaks are escaped. Anchors go: a form is matched as a whole anyway."""
     body = regex.removeprefix("^")
     escapes = len(body[:-1]) - len(body[:-1].rstrip("\\"))
-    return body[:-1] if body.endswith("$") and escapes % 2 == 0 else body
-
-
-def _within_slashes(regex: str) -> str:
-    """A regular expression as it stands between slashes: those of its own and its line breaks are escaped."""
-    return re.sub(r"(?s)\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), regex)
+    if body.endswith("$") and escapes % 2 == 0:
+        body = body[:-1]
+    escaped = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"(?s)\\.|/|\n", lambda match: escaped.get(match[0], match[0]), body) + "/"

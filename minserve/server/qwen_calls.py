@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from minserve.server.tool_calls import (
     LONGEST_HEADER,
     CallArguments,
@@ -48,8 +50,10 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return "null"
     if "boolean" in types and lowered in ("true", "false"):
         return lowered
-    value = _parsed(stripped)
-    kind = _NAMES.get(type(value), "")
+    try:
+        kind = _NAMES[type(msgspec.json.decode(stripped))]
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        kind = ""
     if kind in types or (kind == "integer" and "number" in types):
         return stripped
     if kind == "number" and "integer" in types and float(stripped).is_integer():
@@ -102,21 +106,6 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
     for step in steps:
         found = found.get(step) if isinstance(found, Mapping) else None
     return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _Unreadable()
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-class _Unreadable:
-    """Stands for text that is no JSON; of no JSON type."""
 
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"

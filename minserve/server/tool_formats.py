@@ -109,56 +109,41 @@ def _marked_start(match: re.Match[str], count: int) -> CallStart:
     return CallStart(groups["name"], f"functions.{groups['name']}:{groups['index'] or count}")
 
 
-NAME = "{name}"
-"""Stands for the function's name within a part."""
-ARGUMENTS, NUMBER = "{arguments}", "{number}"
-"""Parts that stand for the arguments and for the call's number."""
+NAME, ARGUMENTS, NUMBER = "{name}", "{arguments}", "{number}"
+"""Stand within a layout for the function's name, for the arguments and for the call's number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The parts of an answer that is nothing but calls, in order. A part that is a mark of the format may be a special token."""
+    """An answer that is nothing but calls. What it has in angle brackets may be a special token."""
 
-    begin: tuple[str, ...]
-    call: tuple[str, ...]
-    between: str
-    end: tuple[str, ...]
+    call: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
     tagged: bool = False
     """The arguments are parameters in tags, not a JSON object."""
 
 
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)
 _LAYOUTS = {
     "deepseek_v3": CallLayout(
-        _DEEPSEEK_BEGIN,
-        (
-            "<｜tool▁call▁begin｜>",
-            "function",
-            "<｜tool▁sep｜>",
-            f"{NAME}\n```json\n",
-            ARGUMENTS,
-            "\n```",
-            "<｜tool▁call▁end｜>",
-        ),
-        "\n",
-        _DEEPSEEK_END,
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
     ),
     "deepseek_v31": CallLayout(
-        _DEEPSEEK_BEGIN,
-        ("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", ARGUMENTS, "<｜tool▁call▁end｜>"),
-        "",
-        _DEEPSEEK_END,
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
     ),
     "kimi_k2": CallLayout(
-        ("<|tool_calls_section_begin|>",),
-        ("<|tool_call_begin|>", f"functions.{NAME}:", NUMBER, "<|tool_call_argument_begin|>", ARGUMENTS, "<|tool_call_end|>"),
-        "",
-        ("<|tool_calls_section_end|>",),
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
     ),
-    "hermes": CallLayout((), ("<tool_call>", f'\n{{"name": "{NAME}", "arguments": ', ARGUMENTS, "}\n", "</tool_call>"), "\n", ()),
-    "qwen3_coder": CallLayout(
-        (), ("<tool_call>", f"\n<function={NAME}>\n", ARGUMENTS, "</function>\n", "</tool_call>"), "\n", (), tagged=True
-    ),
+    "hermes": CallLayout('<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>', between="\n"),
+    "qwen3_coder": CallLayout("<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>", between="\n", tagged=True),
 }
 
 
