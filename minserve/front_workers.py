@@ -28,6 +28,7 @@ from minserve.server.front import Siblings
 
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 
@@ -54,7 +55,9 @@ def run(config: Config, connections: list[list[socket.socket]], listeners: list[
     Whatever ends one worker ends the others: a failure at once, anything else after their drain.
     """
     group = _Group()
-    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, group.pass_on) for number in _SIGNALS}
+    # They wait until all workers are known: a worker that has just been born would take one for the supervisor.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         context = multiprocessing.get_context("fork")
         with tempfile.TemporaryDirectory(prefix="minserve-") as folder:
@@ -64,10 +67,9 @@ def run(config: Config, connections: list[list[socket.socket]], listeners: list[
                 worker = context.Process(target=_work, args=arguments, daemon=True)
                 worker.start()
                 group.workers.append(worker)
-                if group.first_signal is not None:  # it came before this worker was known
-                    group.pass_on(group.first_signal)
             for opened in (*(connection for of_worker in connections for connection in of_worker), *listeners, *private):
                 opened.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             return _wait(group)
     finally:
         for worker in group.workers:
@@ -75,6 +77,7 @@ def run(config: Config, connections: list[list[socket.socket]], listeners: list[
             worker.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def _private_listener(path: Path) -> socket.socket:
@@ -145,6 +148,7 @@ def _work(
     if number > 0:  # what all of them would say is said once
         logging.getLogger("minserve").setLevel(logging.WARNING)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         siblings = Siblings(private[number], others[:number] + others[number + 1 :])
         code = asyncio.run(serve(config, connections[number], listeners[number], number, siblings))
     except ServerError as error:

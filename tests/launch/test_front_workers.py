@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess, serving, start
 from waiting import PATIENCE, until
 
 from minserve import launch
@@ -109,6 +109,18 @@ def read_what_is_left(response: http.client.HTTPResponse) -> bytes:
         return response.read()
     except (http.client.IncompleteRead, ConnectionError) as error:
         return getattr(error, "partial", b"")
+
+
+@pytest.mark.parametrize(("born", "number", "code"), [(1, signal.SIGTERM, 0), (2, signal.SIGINT, 130), (3, signal.SIGTERM, 0)])
+def test_a_signal_while_workers_are_born_reaches_all(tmp_path: Path, born: int, number: signal.Signals, code: int) -> None:
+    with start("--mock-engine", "0", "--front-workers", "3", log=tmp_path / "log") as server:
+        parent = psutil.Process(server.process.pid)
+        until(lambda: len(parent.children()) > born, "the engine and so many workers", pause=0)
+        children = parent.children()
+        server.process.send_signal(number)
+        assert server.process.wait(PATIENCE) == code
+        assert gone(children)
+        assert "Traceback" not in server.log
 
 
 def test_an_interrupt_is_130_and_a_killed_supervisor_leaves_nobody(server: ServerProcess, tmp_path: Path) -> None:
