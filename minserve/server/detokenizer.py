@@ -10,7 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from minserve.server.answer_format import AnswerFormat, AnswerReader, CallDelta, Part, Reasoning
+from minserve.server.answer_format import AnswerFormat, CallDelta, Part, Reasoning
 from minserve.server.token_pieces import TokenPieces
 
 _UNREADABLE = "\ufffd"
@@ -205,13 +205,12 @@ class TextStream:
         answer: AnswerFormat | None = None,
     ) -> None:
         """`min_tokens`: stop strings are looked for only in the text of later tokens. `answer`: read reasoning and tool calls."""
+        answer = answer or AnswerFormat()
         self._detokenizer = Detokenizer(
-            pieces,
-            skip_special_tokens=skip_special_tokens,
-            continues_text=continues_text,
-            shown=answer.shown_token_ids if answer is not None else frozenset(),
+            pieces, skip_special_tokens=skip_special_tokens, continues_text=continues_text, shown=answer.shown_token_ids
         )
-        self._reader = answer.reader() if answer is not None else None
+        self._reader = answer.reader()
+        self._all_content = self._reader.all_content
         self._stop, self._include_stop = tuple(stop), include_stop
         self._checker = self._new_checker()
         self._min_tokens = min_tokens
@@ -240,9 +239,9 @@ class TextStream:
         text = self._detokenizer.push(token_id)
         if not text:
             return ""
-        if self._reader is None or self._reader.all_content:
+        if self._all_content:
             return text if self._checker is None else self._check(text)
-        return self._read(self._reader, text)
+        return self._read(text)
 
     def take_aside(self) -> list[Reasoning | CallDelta]:
         """What was read since the last call and is not content."""
@@ -256,19 +255,16 @@ class TextStream:
         if self.stopped is not None:
             return ""
         text = self._detokenizer.flush()
-        if self._reader is None:
-            sendable = self._check(text) if text else ""
-        else:
-            sendable = self._read(self._reader, text) if text else ""
-            sendable += self._sort(self._reader.finish())
-        return sendable + self._settle_content()
+        sendable = self._read(text) if text else ""
+        return sendable + self._sort(self._reader.finish()) + self._settle_content()
 
-    def _read(self, reader: AnswerReader, text: str) -> str:
-        sendable = self._sort(reader.push(text))
-        if reader.reasoned:
+    def _read(self, text: str) -> str:
+        sendable = self._sort(self._reader.push(text))
+        if self._reader.reasoned:
             self.num_reasoning_tokens = self._num_tokens
-        if reader.over and self.stopped is None:
+        if self._reader.over and self.stopped is None:
             self.stopped = StopMatch("", self._num_tokens)
+        self._all_content = self._reader.all_content
         return sendable
 
     def _sort(self, parts: Iterable[Part]) -> str:

@@ -18,7 +18,7 @@ import tokenizers
 
 from minserve.errors import CheckpointError
 from minserve.server.detokenizer import Detokenizer
-from minserve.server.token_pieces import TokenPieces, byte_level_alphabet, pieces_of_decoder
+from minserve.server.token_pieces import TokenPieces, byte_level_alphabet, pieces_of_decoder, steps_of
 
 RESERVED_TOKENS = 256
 """Ids after the ranks of a tiktoken.model that exist even where tokenizer_config.json does not name them."""
@@ -123,10 +123,10 @@ class JsonEncoder:
             complete = all(character in ordinary for character in byte_level_alphabet().values())
         else:
             complete = bool(sections["model"].get("byte_fallback")) and len(self.pieces.byte_tokens) == 256
-        if not complete or not all(map(_keeps_text, _steps(sections.get("pre_tokenizer"), "pretokenizers"))):
+        if not complete or not all(map(_keeps_text, steps_of(sections.get("pre_tokenizer"), "pretokenizers"))):
             return 0
         longest = max(map(len, self.pieces.pieces), default=0)
-        for step in _steps(sections.get("normalizer"), "normalizers"):
+        for step in steps_of(sections.get("normalizer"), "normalizers"):
             longest *= _most_shrinking(step)
         return longest
 
@@ -243,20 +243,12 @@ def bounded_parts(text: str) -> Iterator[str]:
         yield part[start:]
 
 
-def _steps(section: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
-    if section is None:
-        return []
-    if section["type"] == "Sequence":
-        return [step for child in section[children] for step in _steps(child, children)]
-    return [section]
-
-
-def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
+def _keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
     kind = pre_tokenizer["type"]
     return kind in ("ByteLevel", "Metaspace", "Digits") or (kind == "Split" and pre_tokenizer["behavior"] != "Removed")
 
 
-def _most_shrinking(normalizer: dict[str, Any]) -> int:
+def _most_shrinking(normalizer: Mapping[str, Any]) -> int:
     """How many bytes of text can become one; 0 when there is no known limit."""
     kind = normalizer["type"]
     if kind == "NFC":

@@ -19,7 +19,7 @@ from minserve import config as configuration
 from minserve.config import Config
 from minserve.errors import CheckpointError
 from minserve.messages import Ready
-from minserve.server.answer_format import model_formats
+from minserve.server.answer_format import ModelFormats
 from minserve.server.api_errors import ApiError, unavailable
 from minserve.server.engine_pool import EnginePool
 from minserve.server.generation import Generation, LoadedModel
@@ -79,7 +79,7 @@ class Front:
         pages = [ready.num_pages for ready in ranks]
         metrics = Metrics(config.metrics_prefix, facts.name, self.engines, pages, ranks[0].startup_seconds)
         parsers, source = (config.tool_call_parser, config.reasoning_parser), tokenizer.template.source
-        formats = model_formats(*parsers, ranks[0].model_type, tokenizer.special_token_ids(), source)
+        formats = ModelFormats(*parsers, ranks[0].model_type, tokenizer.special_token_ids(), source)
         self.model = LoadedModel(tokenizer, facts, metrics, formats, tuple(ranks))
         if self.phase == "loading":
             self.phase = "ready"

@@ -70,7 +70,7 @@ class Choice:
             continues_text=True,
             answer=options.answer,
         )
-        self._calls_are_a_stop = options.answer is not None and options.answer.calls_are_a_stop
+        self._calls_are_a_stop = options.answer.calls_are_a_stop
         self._has_calls = False
         self._offset_text = None
         if options.sampling.logprobs is not None:

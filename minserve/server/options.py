@@ -128,8 +128,8 @@ class Options:
     echo: bool
     logprobs: int | None
     """Number of top alternatives shown a token; None shows nothing."""
-    answer: AnswerFormat | None = None
-    """How reasoning and tool calls are read from the text; None shows all of it as it is."""
+    answer: AnswerFormat = dataclasses.field(default_factory=AnswerFormat)
+    """How reasoning and tool calls are read from the text; by default all of it is shown as it is."""
 
     def sampling_for(self, facts: ModelFacts, num_prompt_tokens: int, choice: int) -> SamplingParams:
         """What the engine gets for choice number `choice` of a prompt; its seed is the request's plus that number."""

@@ -45,8 +45,8 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
     text = render(chat, model)
     prompts = [Prompt(encode(text, True, model, "messages"), text)]
     _check_total(prompts, options, "n")
-    answer = _answer_format(chat, text, model)
-    return _finished(options, _chat_grammar(chat, form, answer, model), answer), prompts
+    options = dataclasses.replace(options, answer=_answer_format(chat, text, model))
+    return _finished(options, _chat_grammar(chat, form, options.answer, model)), prompts
 
 
 def asks_for_grammar(body: bytes | bytearray) -> bool:
@@ -54,11 +54,11 @@ def asks_for_grammar(body: bytes | bytearray) -> bool:
     return any(name in body for name in _FIELDS_OF_GRAMMARS)
 
 
-def _finished(options: Options, grammar: Grammar | None, answer: AnswerFormat | None = None) -> Options:
-    return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar), answer=answer)
+def _finished(options: Options, grammar: Grammar | None) -> Options:
+    return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar))
 
 
-def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerFormat | None, model: LoadedModel) -> Grammar | None:
+def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerFormat, model: LoadedModel) -> Grammar | None:
     choice, tools, layout = chat.tool_choice, chat.tools, model.formats.call_layout
     calls = None
     if tools and layout is not None and (choice.forced or form is not None):
@@ -69,7 +69,7 @@ def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerForm
             one_call=choice.one_call,
             instead=not choice.forced,
         )
-    if answer is None or answer.tags is None or answer.start is AnswerStart.CONTENT:
+    if answer.start is AnswerStart.CONTENT:
         return build_grammar(form, calls)
     if answer.start is AnswerStart.INSIDE:
         return build_grammar(form, calls, answer.tags.closing)
@@ -77,7 +77,7 @@ def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerForm
     return build_grammar(form, calls, answer.tags.closing if opening is not None else "", opening)
 
 
-def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat | None:
+def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat:
     choice = chat.tool_choice
     if choice.forced and model.formats.tool_format is None:
         message = "It is not known how this model writes tool calls; start the server with --tool-call-parser"

@@ -47,7 +47,7 @@ def pieces_of_decoder(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str
 
     Raises CheckpointError for a decoder step that is unknown here or that looks at later tokens.
     """
-    steps = _flatten(decoder)
+    steps = steps_of(decoder, "decoders")
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return TokenPieces("bytes", _by_id(vocabulary, _byte_level_piece()), special)
     if not steps:
@@ -66,12 +66,13 @@ def byte_level_alphabet() -> dict[int, str]:
     return table
 
 
-def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
+def steps_of(section: Mapping[str, Any] | None, children: str) -> list[Mapping[str, Any]]:
+    """A section of a tokenizer.json as the steps that it is made of; `children`: what a sequence calls them."""
+    if section is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [step for child in decoder["decoders"] for step in _flatten(child)]
-    return [decoder]
+    if section["type"] == "Sequence":
+        return [step for child in section[children] for step in steps_of(child, children)]
+    return [section]
 
 
 def _by_id(vocabulary: Mapping[str, int], to_piece: Callable[[str], bytes]) -> tuple[bytes, ...]:
