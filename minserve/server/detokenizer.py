@@ -220,7 +220,8 @@ class TextStream:
         self.stopped: StopMatch | None = None
         """Set when a stop string was found; later tokens are ignored."""
         self.num_reasoning_tokens = 0
-        self._aside: list[Reasoning | CallDelta] = []
+        self.aside: list[Reasoning | CallDelta] = []
+        """What was read since the last call of `take_aside` and is not content."""
 
     @property
     def num_tokens(self) -> int:
@@ -244,10 +245,7 @@ class TextStream:
         return self._read(text)
 
     def take_aside(self) -> list[Reasoning | CallDelta]:
-        """What was read since the last call and is not content."""
-        if not self._aside:
-            return []
-        taken, self._aside = self._aside, []
+        taken, self.aside = self.aside, []
         return taken
 
     def finish(self) -> str:
@@ -278,7 +276,7 @@ class TextStream:
                 continue
             sendable += self._settle_content()
             if self.stopped is None:
-                self._aside.append(part)
+                self.aside.append(part)
         return sendable
 
     def _settle_content(self) -> str:

@@ -60,22 +60,19 @@ class Choice:
     """The state of one choice from its first token to its end."""
 
     def __init__(self, options: Options, pieces: TokenPieces) -> None:
-        self._include_stop = options.asked.include_stop_str_in_output
+        skip, self._include_stop = options.asked.skip_special_tokens, options.asked.include_stop_str_in_output
         self._text = TextStream(
             pieces,
-            skip_special_tokens=options.asked.skip_special_tokens,
+            skip_special_tokens=skip,
             stop=options.stop,
-            include_stop=options.asked.include_stop_str_in_output,
+            include_stop=self._include_stop,
             min_tokens=options.sampling.min_tokens,
             continues_text=True,
             answer=options.answer,
         )
         self._calls_are_a_stop = options.answer.calls_are_a_stop
         self._has_calls = False
-        self._offset_text = None
-        if options.sampling.logprobs is not None:
-            skip = options.asked.skip_special_tokens
-            self._offset_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
+        self._shown_text = Detokenizer(pieces, skip_special_tokens=skip, continues_text=True)
         self._num_characters = 0
         self._plain = options.sampling.logprobs is None and not options.asked.return_token_ids
         self._token_ids: list[int] = []
@@ -115,56 +112,42 @@ class Choice:
         if output.finish_reason is FinishReason.ABORT:
             raise ApiError(499, "The request was aborted", code="request_aborted")
         made: list[Piece] = []
-        hidden = self._hidden_token(output)
+        hidden = -1
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            hidden = len(output.token_ids) - 1  # the stop token counts, but its text is not part of the answer
         for number, token_id in enumerate(output.token_ids):
-            if self._plain:
-                self.num_tokens += 1
-            else:
+            self.num_tokens += 1
+            if not self._plain:
                 self._note(token_id, output.logprobs[number] if output.logprobs else None)
             text = self._text.push_token(token_id) if number != hidden else ""
             if self._text.stopped is not None:
                 self.stopped_early = output.finish_reason is None
-                made.append(self._end(text, "stop"))
+                made.append(self._piece(text, "stop"))
                 return made
-            aside = self._text.take_aside()
-            if text or aside:
-                made.append(self._take(text, None, aside))
+            if text or self._text.aside:
+                made.append(self._piece(text))
         if output.finish_reason is not None:
             rest = self._text.finish()
-            made.append(self._end(rest, "stop" if self._text.stopped is not None else output.finish_reason.value))
+            made.append(self._piece(rest, "stop" if self._text.stopped is not None else output.finish_reason.value))
         return made
 
-    def _hidden_token(self, output: TokenOutput) -> int:
-        """The position of a stop token that ended the choice: it counts, but its text is not part of the answer."""
-        if output.finish_reason is FinishReason.STOP and not self._include_stop:
-            return len(output.token_ids) - 1
-        return -1
-
     def _note(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        self.num_tokens += 1
         self._token_ids.append(token_id)
-        if logprobs is not None and self._offset_text is not None:
+        if logprobs is not None:
             self._logprobs.append(logprobs)
             self._offsets.append(self._num_characters)
-            self._num_characters += len(self._offset_text.push(token_id))
+            self._num_characters += len(self._shown_text.push(token_id))
             self.sum_logprobs += logprobs.logprob
 
-    def _end(self, text: str, reason: str) -> Piece:
-        if self._text.stopped is not None:
-            surplus = self.num_tokens - self._text.stopped.num_tokens
-            if surplus:
-                del self._token_ids[-surplus:], self._logprobs[-surplus:], self._offsets[-surplus:]
-            self.num_tokens -= surplus
+    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
         aside = self._text.take_aside()
-        called = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
-        if reason == "stop" and called and not self._calls_are_a_stop:
-            reason = "tool_calls"
-        self.finish_reason = reason
-        return self._take(text, reason, aside)
-
-    def _take(self, text: str, finish_reason: str | None, aside: Sequence[Reasoning | CallDelta]) -> Piece:
-        if aside:
-            self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
+        self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
+        if finish_reason == "stop" and self._has_calls and not self._calls_are_a_stop:
+            finish_reason = "tool_calls"
+        self.finish_reason = finish_reason
+        if self._text.stopped is not None and (surplus := self.num_tokens - self._text.stopped.num_tokens):
+            del self._token_ids[-surplus:], self._logprobs[-surplus:], self._offsets[-surplus:]
+            self.num_tokens -= surplus
         if self._plain:
             return Piece(text, (), (), (), finish_reason, aside)
         piece = Piece(text, self._token_ids, self._logprobs, self._offsets, finish_reason, aside)
