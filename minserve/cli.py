@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from minserve import __version__, doctor, flags, hub, launch, plan_picture, prebuild
+from minserve import __version__, doctor, flags, launch, plan_picture, prebuild
 from minserve.clients.bench_serve import Load
 from minserve.clients.bench_serve import run as run_load
 from minserve.clients.chat import Chat
 from minserve.clients.eval import run_arithmetic
-from minserve.config import EMBEDDED_DIRECTORY, EMBEDDED_MODEL, Config, model_directory
+from minserve.config import Config, local_model, model_directory
 from minserve.errors import ExitCode, ServerError, UsageError
 from minserve.plan import describe, make_plan, read_config, to_json
 from minserve.roofline import GPUS
@@ -36,54 +36,61 @@ app.add_typer(benches, name="bench")
 _DEFAULTS = Config()
 log = logging.getLogger("minserve.cli")
 
+BaseUrl = Annotated[str, typer.Option(help="address of any OpenAI-style server")]
+ServedModel = Annotated[str | None, typer.Option(help="default: the first that the server lists")]
+ApiKey = Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")]
+Words = Annotated[list[str] | None, typer.Argument()]
+HERE = "http://127.0.0.1:8000"
+
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
 """For typer: hand every word over as it is; flags.py knows the aliases and the nearest match."""
 
 
-def _with_dashes(word: str) -> str:
-    return word.replace("_", "-")
+_EITHER_DASH = {"token_normalize_func": lambda word: word.replace("_", "-")}
 
 
 @app.command("launch", context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
-def launch_command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def launch_command(arguments: Words = None) -> None:
     """Serve a checkpoint over HTTP (launch --help lists the flags)."""
     words = arguments or []
     if "--help" in words or "-h" in words:
         typer.echo(flags.usage())
         return
     resolved = flags.resolve(words, os.environ)
-    _log_to_stderr(resolved.config.log_level)
+    level = resolved.config.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.raiseExceptions = False  # a reader of our stderr that went away (`| head`) must not end the server
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("minserve %s with these settings:\n%s", __version__, flags.table(resolved))
     raise typer.Exit(launch.run(resolved.config))
 
 
-@evaluations.command(context_settings={"token_normalize_func": _with_dashes})
+@evaluations.command(context_settings=_EITHER_DASH)
 def arithmetic(
-    base_url: Annotated[str, typer.Option(help="address of the server")] = "http://127.0.0.1:8000",
+    base_url: BaseUrl = HERE,
     concurrency: Annotated[int, typer.Option(help="questions at once in the second pass; the first asks one at a time")] = 16,
     limit: Annotated[int | None, typer.Option(help="ask the first N questions only")] = None,
-    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Exact-match accuracy and log-probability drift of the embedded model; the last line is `accuracy 0.987`."""
     raise typer.Exit(asyncio.run(run_arithmetic(base_url, concurrency, limit, model, api_key)))
 
 
 @benches.command(context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
-def step(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def step(arguments: Words = None) -> None:
     """Time of one decode step at fixed batch and context, random weights (bench step --help lists the flags)."""
     raise typer.Exit(launch.run_module("minserve.runtime.bench_step", arguments or []))
 
 
 @app.command(context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
-def tune(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def tune(arguments: Words = None) -> None:
     """Measure which kernels are fastest for a model's experts on this GPU, and keep that for later starts (tune --help)."""
     raise typer.Exit(launch.run_module("minserve.kernels.tune", arguments or []))
 
 
-@app.command(context_settings={"token_normalize_func": _with_dashes})
+@app.command(context_settings=_EITHER_DASH)
 def plan(
     model: Annotated[str, typer.Argument(help="directory with a config.json, that file, or a Hub name; no weights are needed")],
     gpu: Annotated[str, typer.Option(help=f"one of: {', '.join(GPUS)}")] = "h200",
@@ -100,9 +107,7 @@ def plan(
     """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not."""
     if gpu not in GPUS:
         raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
-    path = EMBEDDED_DIRECTORY if model == EMBEDDED_MODEL else Path(model).expanduser()
-    if not path.exists() and hub.is_repo_id(model):
-        path = hub.snapshot(model, weights=False)
+    path = local_model(model, weights=False)
     config, notes = read_config(path)
     settings = Config(
         model=model,
@@ -119,7 +124,7 @@ def plan(
     raise typer.Exit(ExitCode.OK if made.fits else ExitCode.MEMORY)
 
 
-@app.command(context_settings={"token_normalize_func": _with_dashes})
+@app.command(context_settings=_EITHER_DASH)
 def check(
     model: Annotated[str, typer.Argument(help="checkpoint directory or Hub name")],
     manifest: Annotated[Path | None, typer.Option(help="compare every tensor's checksum with this file")] = None,
@@ -132,9 +137,9 @@ def check(
     raise typer.Exit(launch.run_module("minserve.models.check", words))
 
 
-@benches.command("serve", context_settings={"token_normalize_func": _with_dashes})
+@benches.command("serve", context_settings=_EITHER_DASH)
 def bench_serve(
-    base_url: Annotated[str, typer.Option(help="address of any OpenAI-style server")] = "http://127.0.0.1:8000",
+    base_url: BaseUrl = HERE,
     num_prompts: Annotated[int, typer.Option(help="requests in all", min=1)] = 200,
     concurrency: Annotated[int | None, typer.Option(help="requests under way at once, at most", min=1)] = None,
     rate: Annotated[float | None, typer.Option(help="requests a second, at random distances; default: all at once")] = None,
@@ -144,8 +149,8 @@ def bench_serve(
     vocab_size: Annotated[int | None, typer.Option(help="random ids are below this; default: the server's", min=2)] = None,
     temperature: Annotated[float, typer.Option(help="of every request")] = 0.0,
     seed: Annotated[int, typer.Option(help="of prompts and distances")] = 0,
-    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
     plot: Annotated[Path | None, typer.Option(help="also draw to this file")] = None,
 ) -> None:
     """Load on a running server: times to first token and between tokens, throughput; the last line is JSON."""
@@ -153,11 +158,11 @@ def bench_serve(
     raise typer.Exit(asyncio.run(run_load(base_url, load, model, api_key, plot)))
 
 
-@app.command(context_settings={"token_normalize_func": _with_dashes})
+@app.command(context_settings=_EITHER_DASH)
 def chat(
-    base_url: Annotated[str, typer.Option(help="address of any OpenAI-style server")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key that the server asks for", envvar="MINSERVE_API_KEY")] = None,
+    base_url: BaseUrl = HERE,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="first message of the conversation")] = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 1024,
@@ -168,20 +173,19 @@ def chat(
 
 
 @app.command("doctor", context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
-def doctor_command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def doctor_command(arguments: Words = None) -> None:
     """Say what on this machine would stop a server, before any weight is read (--json; else launch's flags); exit code 3."""
     words = arguments or []
     if "--help" in words or "-h" in words:
-        typer.echo(
-            "Usage: minserve doctor [--json] [LAUNCH FLAGS]\n\nLooks at this machine as `minserve launch` with these flags would."
-        )
+        usage = "Usage: minserve doctor [--json] [LAUNCH FLAGS]"
+        typer.echo(f"{usage}\n\nLooks at this machine as `minserve launch` with these flags would.")
         return
     config = flags.resolve([word for word in words if word != "--json"], os.environ).config
     sound = doctor.report(doctor.examine(config), as_json="--json" in words, write=typer.echo)
     raise typer.Exit(ExitCode.OK if sound else ExitCode.ENVIRONMENT)
 
 
-@app.command("prebuild", context_settings={"token_normalize_func": _with_dashes})
+@app.command("prebuild", context_settings=_EITHER_DASH)
 def prebuild_command(
     models: Annotated[list[str] | None, typer.Argument(help="with a GPU: start each once with random weights")] = None,
     arch: Annotated[str, typer.Option(help="GPU architectures of FlashInfer's modules, comma-separated")] = "9.0a",
@@ -195,11 +199,6 @@ def prebuild_command(
 def version() -> None:
     """Print the version."""
     typer.echo(f"minserve {__version__}")
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.raiseExceptions = False  # a reader of our stderr that went away (`| head`) must not end the server
 
 
 def main() -> None:

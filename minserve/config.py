@@ -162,10 +162,14 @@ def model_directory(config: Config) -> Path:
         raise CheckpointError(f"model {config.model!r} cannot be read: {error.strerror}") from error
 
 
+def local_model(name: str, *, weights: bool = True) -> Path:
+    """Where that lies, if it does: the embedded model, a path, or what the Hub has by that name, with its weights or without."""
+    path = EMBEDDED_DIRECTORY if name == EMBEDDED_MODEL else Path(name).expanduser()
+    return hub.snapshot(name, weights=weights) if not path.exists() and hub.is_repo_id(name) else path
+
+
 def _model_directory(config: Config) -> Path:
-    path = EMBEDDED_DIRECTORY if config.model == EMBEDDED_MODEL else Path(config.model).expanduser()
-    if not path.exists() and hub.is_repo_id(config.model):
-        path = hub.snapshot(config.model)
+    path = local_model(config.model)
     if not path.exists():
         raise CheckpointError(f"model {config.model!r}: no such directory; give a checkpoint's path or a Hub name (org/name)")
     if not path.is_dir():

@@ -7,7 +7,8 @@ graph can read it there. Knows the scheduler's rows; nothing of models.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +22,17 @@ from minserve.runtime.step import ScheduledRow, ScheduledStep
 _ALIGNMENT = 32
 """Elements to which each part of a buffer is aligned: 128 bytes and more, for kernels that load vectors."""
 
-Ints64 = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
     """One step's tensors on the device. T tokens, R rows, N rows that sample; padding counts in all of them.
 
-    In a "decode" batch T = R = N and each row's token is its slot's last sampled one. In a "mixed" batch the first
+    In a batch that decodes only T = R = N and each row's token is its slot's last sampled one. In a mixed one the first
     `num_decode_rows` tokens are such, the others are in `token_ids`.
     """
 
-    step_kind: Literal["decode", "mixed"]
     num_rows: int
     """Rows of requests. Those beyond are padding: dummy page, position 0, the sampler's scratch slot."""
     num_decode_rows: int
@@ -50,24 +50,28 @@ class Batch:
     rows_per_rank: int | None
     """Tokens that each rank of the group has room for in this step; None: as many as here."""
 
+    @property
+    def decodes_only(self) -> bool:
+        return self.num_decode_rows == self.num_rows
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the parts of a step lie in the two buffers; a function of the four sizes alone."""
 
-    tokens: int
-    rows: int
-    sampling: int
-    width: int
-    """Columns of the page table."""
+class StagedBatch(NamedTuple):
+    """A step laid out on the host, in one of the two staging buffers; `to_device` must run before the next but one."""
 
-    def long_parts(self) -> list[slice]:
-        """token_ids, positions, slot_mapping, sample_index, sample_slots."""
-        return _parts([self.tokens, self.tokens, self.tokens, self.sampling, self.sampling])
+    batch: Batch
+    """What it will be on the device."""
+    copies: tuple[tuple[Tensor, Tensor], ...]
+    """There, from here."""
 
-    def short_parts(self) -> list[slice]:
-        """query_start_loc, seq_lens, num_tokens, page_table."""
-        return _parts([self.rows + 1, self.rows, 1, self.rows * self.width])
+
+def _long_sizes(tokens: int, sampling: int) -> list[int]:
+    """Of token_ids, positions, slot_mapping, sample_index, sample_slots."""
+    return [tokens, tokens, tokens, sampling, sampling]
+
+
+def _short_sizes(rows: int, width: int) -> list[int]:
+    """Of query_start_loc, seq_lens, num_tokens, page_table (of `width` columns)."""
+    return [rows + 1, rows, 1, rows * width]
 
 
 def _parts(sizes: list[int]) -> list[slice]:
@@ -78,22 +82,18 @@ def _parts(sizes: list[int]) -> list[slice]:
     return parts
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StagedBatch:
-    """A step laid out on the host, in one of the two staging buffers; `to_device` must run before the next but one."""
-
-    step_kind: Literal["decode", "mixed"]
-    num_rows: int
-    num_decode_rows: int
-    layout: _Layout
-    long: Tensor
-    short: Tensor
-    query_starts: tuple[int, ...]
-    """Each row's first token."""
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    padded: bool
-    rows_per_rank: int | None
+def _lay_out(
+    values: Sequence[Ints], sizes: list[int], host: Tensor, device: Tensor
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """Write values to the host's buffer: their places on the device, and the copy that fills them. The rest of a part, a padded
+    batch's, is zero."""
+    parts = _parts(sizes)
+    for part, value in zip(parts, values, strict=True):
+        view = host[part].numpy()
+        view[: len(value)] = value
+        view[len(value) :] = 0
+    end = parts[-1].stop
+    return [device[part] for part in parts], (device[:end], host[:end])
 
 
 class BatchBuilder:
@@ -112,8 +112,10 @@ class BatchBuilder:
         """Rows of each padded mixed step. One at least is empty, so that it never passes for a step of decode rows alone."""
         self._scratch_slot = max_slots
         self._tables = np.full((max_slots + 1, max_pages), DUMMY_PAGE, dtype=np.int32)
-        most = _Layout(tokens=max_tokens, rows=max(max_rows, self.mixed_rows), sampling=max_rows, width=max_pages)
-        sizes = most.long_parts()[-1].stop, most.short_parts()[-1].stop
+        sizes = [
+            _parts(_long_sizes(max_tokens, max_rows))[-1].stop,
+            _parts(_short_sizes(max(max_rows, self.mixed_rows), max_pages))[-1].stop,
+        ]
         pinned = device.type == "cuda"
         self._staging = [
             (
@@ -134,14 +136,9 @@ class BatchBuilder:
         """The same for a mixed step: prompts of the scratch slot, so many tokens together or as many as fit."""
         longest = self.max_pages * self.page_size
         lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)][: self._scratch_slot]
-        slot = self._scratch_slot
-        return ScheduledStep.of(
-            0,
-            [
-                ScheduledRow(request_id=0, slot=slot, start=0, num_tokens=count, token_ids=(0,) * count, write_from=count)
-                for count in lengths
-            ],
-        )
+        padding = {"request_id": 0, "slot": self._scratch_slot, "start": 0}
+        rows = [ScheduledRow(**padding, num_tokens=count, token_ids=(0,) * count, write_from=count) for count in lengths]
+        return ScheduledStep.of(0, rows)
 
     def stage(
         self, step: ScheduledStep, padded: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
@@ -157,44 +154,54 @@ class BatchBuilder:
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = starts[row_of] + np.arange(step.num_tokens) - (ends - lengths)[row_of]
         samples = np.array([row.samples for row in rows], dtype=bool)
-        decode_only = step.decodes_only
-        padded_rows = len(rows) if padded is None else padded if decode_only else self.mixed_rows
+        padded_rows = len(rows) if padded is None else padded if step.decodes_only else self.mixed_rows
         padding, tokens = padded_rows - len(rows), step.num_tokens if padded is None else padded
         if padding < 0 or tokens < step.num_tokens:
             raise ValueError(f"a step of {step.num_tokens} tokens in {len(rows)} rows cannot be padded to {padded}")
-        each = int(decode_only)  # tokens of a padding row
+        each = int(step.decodes_only)  # tokens of a padding row
         seq_lens = starts + lengths
         width = self.max_pages if padded is not None else max(1, -(-int(seq_lens.max()) // self.page_size))
-        layout = _Layout(tokens, padded_rows, int(samples.sum()) + each * padding, width)
         self._staging.reverse()
-        long, short = self._staging[0]
         pad = np.zeros(padding, dtype=np.int64)
         token_ids = np.zeros(step.num_tokens, dtype=np.int64)
         token_ids[step.num_decode_rows :] = [token for row in rows for token in row.token_ids]
         sample_index = np.concatenate((ends[samples] - 1, step.num_tokens + np.arange(each * padding)))
         sample_slots = np.concatenate((slots[samples], pad[: each * padding] + self._scratch_slot))
         slot_mapping = self._slot_mapping(step, slots[row_of], positions, row_of)
-        values = (token_ids, positions, slot_mapping)
-        for part, value in zip(layout.long_parts(), (*values, sample_index, sample_slots), strict=True):
-            _fill(long[part], value)
-        _fill(short[layout.short_parts()[0]], np.concatenate(([0], ends, ends[-1] + each * (1 + np.arange(padding)))))
-        _fill(short[layout.short_parts()[1]], np.concatenate((seq_lens, pad + each)))
-        _fill(short[layout.short_parts()[2]], np.array([0 if masked else step.num_tokens]))
-        _fill(short[layout.short_parts()[3]], self._tables[np.concatenate((slots, pad + self._scratch_slot)), :width].ravel())
+        long, first = _lay_out(
+            (token_ids, positions, slot_mapping, sample_index, sample_slots),
+            _long_sizes(tokens, len(sample_slots)), self._staging[0][0], self._device_long,
+        )  # fmt: skip
+        query_starts = np.concatenate(([0], ends, ends[-1] + each * (1 + np.arange(padding))))
+        table = self._tables[np.concatenate((slots, pad + self._scratch_slot)), :width]
+        count = np.array([0 if masked else step.num_tokens])
+        short, second = _lay_out(
+            (query_starts, np.concatenate((seq_lens, pad + each)), count, table.ravel()),
+            _short_sizes(padded_rows, width), self._staging[0][1], self._device_short,
+        )  # fmt: skip
         filling = (each,) * padding
-        return StagedBatch(
-            step_kind="decode" if decode_only else "mixed",
+        attention = AttentionMetadata(
+            query_start_loc=short[0],
+            seq_lens=short[1],
+            page_table=short[3].view(padded_rows, width),
+            slot_mapping=long[2],
+            page_size=self.page_size,
+            query_lens_host=(*lengths.tolist(), *filling),
+            seq_lens_host=(*seq_lens.tolist(), *filling),
+            graph=padded is not None,
+        )
+        batch = Batch(
             num_rows=len(rows),
             num_decode_rows=step.num_decode_rows,
-            layout=layout,
-            long=long,
-            short=short,
-            query_starts=tuple((ends - lengths).tolist()),
-            query_lens=(*lengths.tolist(), *filling),
-            seq_lens=(*seq_lens.tolist(), *filling),
-            padded=padded is not None,
+            token_ids=long[0],
+            positions=long[1],
+            sample_index=long[3],
+            sample_slots=long[4],
+            attention=attention,
+            num_tokens=None if padded is None else short[2],
             rows_per_rank=rows_per_rank,
         )
+        return StagedBatch(batch, (first, second))
 
     def _update_tables(self, step: ScheduledStep) -> None:
         for row in step.rows:
@@ -204,7 +211,7 @@ class BatchBuilder:
                     table[:] = DUMMY_PAGE
                 table[row.table_offset : row.table_offset + len(row.new_pages)] = row.new_pages
 
-    def _slot_mapping(self, step: ScheduledStep, token_slots: Ints64, positions: Ints64, row_of: Ints64) -> Ints64:
+    def _slot_mapping(self, step: ScheduledStep, token_slots: Ints, positions: Ints, row_of: Ints) -> Ints:
         """page * page_size + offset of each token; what lies in shared pages already is written to the dummy page instead."""
         offsets = positions % self.page_size
         pages = self._tables[token_slots, positions // self.page_size].astype(np.int64)
@@ -214,38 +221,6 @@ class BatchBuilder:
 
     def to_device(self, staged: StagedBatch) -> Batch:
         """Copy on the current stream, without waiting for it. The batch is good until the next call."""
-        layout = staged.layout
-        long_parts, short_parts = layout.long_parts(), layout.short_parts()
-        self._device_long[: long_parts[-1].stop].copy_(staged.long[: long_parts[-1].stop], non_blocking=True)
-        self._device_short[: short_parts[-1].stop].copy_(staged.short[: short_parts[-1].stop], non_blocking=True)
-        token_ids, positions, slot_mapping, sample_index, sample_slots = (self._device_long[part] for part in long_parts)
-        query_start_loc, seq_lens, num_tokens, page_table = (self._device_short[part] for part in short_parts)
-        attention = AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            page_table=page_table.view(layout.rows, layout.width),
-            slot_mapping=slot_mapping,
-            page_size=self.page_size,
-            query_lens_host=staged.query_lens,
-            seq_lens_host=staged.seq_lens,
-            graph=staged.padded,
-        )
-        return Batch(
-            step_kind=staged.step_kind,
-            num_rows=staged.num_rows,
-            num_decode_rows=staged.num_decode_rows,
-            token_ids=token_ids,
-            positions=positions,
-            sample_index=sample_index,
-            sample_slots=sample_slots,
-            attention=attention,
-            num_tokens=num_tokens if staged.padded else None,
-            rows_per_rank=staged.rows_per_rank,
-        )
-
-
-def _fill(part: Tensor, values: npt.NDArray[np.signedinteger[Any]]) -> None:
-    """Write the first elements of a staging part; the rest, a padded batch's, is zero."""
-    view = part.numpy()
-    view[: len(values)] = values
-    view[len(values) :] = 0
+        for there, here in staged.copies:
+            there.copy_(here, non_blocking=True)
+        return staged.batch

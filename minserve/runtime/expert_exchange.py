@@ -120,15 +120,13 @@ def connect(
             return dataclasses.replace(exchange, placements=placements)
     elif config.deepep_mode != "auto":
         raise UsageError(f"--deepep-mode {config.deepep_mode}: DeepEP is not used here (stack {stack})")
+    through, library = None, "NCCL" if device.type == "cuda" else "gloo"
     if device.type == "cuda" and seat.ranks_per_host > torch.cuda.device_count():
         log.warning("ranks share a GPU, which NCCL refuses: tokens travel through the host, and no step is captured")
-        dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank, through=torch.device("cpu"))
-        name = "torch.distributed (gloo, through the host)"
-        return Exchange(name, placement, dispatcher, captured=False, low_latency_rows=None, placements=placements)
-    dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank)
-    library = "NCCL" if device.type == "cuda" else "gloo"
-    name = f"torch.distributed ({library})"
-    return Exchange(name, placement, dispatcher, captured=True, low_latency_rows=None, placements=placements)
+        through, library = torch.device("cpu"), "gloo, through the host"
+    dispatcher = TorchDispatcher(group.collectives, placement.slots_per_rank, through=through)
+    name, captured = f"torch.distributed ({library})", through is None
+    return Exchange(name, placement, dispatcher, captured=captured, low_latency_rows=None, placements=placements)
 
 
 def _mode(config: Config, able: Abilities) -> str | None:

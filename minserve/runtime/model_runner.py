@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -74,7 +75,6 @@ class _Forwarded:
     """A step whose rows have sampled, whatever they may sample."""
 
     batch: Batch
-    query_starts: tuple[int, ...]
     sampled: Sampled
     refused: dict[int, str]
     begun: _Moment
@@ -195,7 +195,7 @@ class ModelRunner:
         return rows_per_rank is None or rows_per_rank <= (self.low_latency_rows or 0)
 
     def _start(self, step: ScheduledStep, staged: StagedBatch, padded: int | None, awaits_masks: bool) -> InFlight:
-        beside_prompts = staged.rows_per_rank is not None and self.graphs is not None
+        beside_prompts = staged.batch.rows_per_rank is not None and self.graphs is not None
         read = functools.partial(self._read, step, BESIDE_PROMPTS if beside_prompts else self.eager_reason)
         if self.device.type == "cpu":
             return InFlight(
@@ -214,27 +214,28 @@ class ModelRunner:
         batch = self.batches.to_device(staged)
         variant = self._variant(row for row in step.rows if row.samples)
         plan = self.plan(batch)
-        if batch.step_kind == "mixed":
+        if not batch.decodes_only:
             self.fill_in_tokens(batch)
         begun = self._mark()
         if graph_size is None:
             sampled = self.forward_and_sample(batch, plan, variant)
-        elif batch.step_kind == "mixed":
+        elif not batch.decodes_only:
             assert self.mixed_graphs is not None
             sampled = self._sample(batch, self.mixed_graphs.replay(graph_size)[0], variant)
         else:
             assert self.graphs is not None
             sampled = self.graphs.replay(graph_size, variant)
-        return _Forwarded(batch, staged.query_starts, sampled, refused, begun, graph_size)
+        return _Forwarded(batch, sampled, refused, begun, graph_size)
 
     @torch.inference_mode()
     def _finish(self, step: ScheduledStep, forwarded: _Forwarded, masks: TokenMasks | None) -> _Outcome:
         batch, sampled = forwarded.batch, forwarded.sampled
         if masks is not None:
             self._sample_again(step, batch, sampled, masks)
+        firsts = itertools.accumulate((row.num_tokens for row in step.rows), initial=0)
         scored = {
             index: self._score(sampled.hidden[first + row.scored_offset :][: len(row.scored_ids)], row)
-            for index, (row, first) in enumerate(zip(step.rows, forwarded.query_starts, strict=True))
+            for index, (row, first) in enumerate(zip(step.rows, firsts, strict=False))
             if row.scored_ids
         }
         numbers = torch.cat((sampled.tokens, self.sampler.broken_rows[batch.sample_slots]))
@@ -311,8 +312,7 @@ class ModelRunner:
             rows_per_rank=batch.rows_per_rank,
             flags=flags,
         )
-        decode = batch.step_kind == "decode"
-        token_ids = self.sampler.last_tokens[batch.sample_slots] if decode else batch.token_ids
+        token_ids = self.sampler.last_tokens[batch.sample_slots] if batch.decodes_only else batch.token_ids
         return self.model.forward(token_ids, batch.positions, context)
 
     def fill_in_tokens(self, batch: Batch) -> None:
@@ -321,7 +321,7 @@ class ModelRunner:
         batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]
 
     def _sample(self, batch: Batch, hidden: Tensor, variant: Variant) -> Sampled:
-        wanted = hidden if batch.step_kind == "decode" else hidden[batch.sample_index]
+        wanted = hidden if batch.decodes_only else hidden[batch.sample_index]
         if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
             nothing = batch.sample_slots
             return Sampled(nothing, hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)

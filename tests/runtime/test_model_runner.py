@@ -329,7 +329,7 @@ def test_padding_rows_change_nothing(padded):
     runner, rows, prefixes = prepared_runner()
     staged = runner.batches.stage(decode_step(2, rows), padded=padded)
     batch = runner.batches.to_device(staged)
-    assert batch.step_kind == "decode"
+    assert batch.decodes_only
     assert batch.num_tokens.tolist() == [3]
     assert batch.attention.page_table.shape == (padded, runner.batches.max_pages)
     assert batch.sample_slots.tolist() == [0, 1, 3, 4][:padded]
@@ -364,7 +364,7 @@ def test_a_padded_mixed_step_has_its_padding_in_no_row():
     reading = ScheduledRow(request_id=2, slot=2, start=0, num_tokens=3, token_ids=(7, 8, 9), new_pages=(6,), samples=True)
     step = ScheduledStep(number=2, rows=(decoding, reading), num_decode_rows=1, num_tokens=4)
     batch = runner.batches.to_device(runner.batches.stage(step, padded=8))
-    assert batch.step_kind == "mixed"
+    assert not batch.decodes_only
     assert batch.num_tokens.tolist() == [4]
     assert batch.attention.query_start_loc.tolist() == [0, 1, 4, 4, 4, 4]
     assert batch.attention.seq_lens.tolist() == [2, 3, 0, 0, 0]
