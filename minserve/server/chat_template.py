@@ -7,6 +7,7 @@ template may do to one request: at worst it fails with ChatTemplateError.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,7 +69,9 @@ class ChatTemplate:
             raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
         prepared = [_prepare(message) for message in messages]
         if continue_final_message:
-            _mark_end(prepared)
+            if not prepared or not isinstance(prepared[-1]["content"], str):
+                raise ChatTemplateError("continue_final_message needs a last message with text")
+            prepared[-1]["content"] += _CONTINUATION_MARK
         variables = {**self._special_tokens, "documents": None, **extra, "messages": prepared, "tools": tools or None}
         try:
             text = template.render({**variables, "add_generation_prompt": add_generation_prompt})
@@ -76,7 +79,12 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may fail in any way; the fault is this request's alone
             raise ChatTemplateError(f"the chat template failed on these messages: {error}") from error
-        return _cut_at_mark(text) if continue_final_message else text
+        if not continue_final_message:
+            return text
+        begun, mark, _ = text.rpartition(_CONTINUATION_MARK)
+        if not mark:
+            raise ChatTemplateError("the chat template does not show the last message's content, so it cannot be continued")
+        return begun
 
     def _choose(self, has_tools: bool) -> jinja2.Template:
         names = ["tool_use", "default"] if has_tools else ["default"]
@@ -123,7 +131,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # no escapes for HTML either
     environment.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -138,17 +146,6 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as templates expect it: no HTML escapes, no ASCII escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -180,16 +177,3 @@ def _prepare_call(call: Any) -> Any:
         if isinstance(parsed, dict):
             function["arguments"] = ToolArguments(parsed, arguments)
     return {**call, "function": function}
-
-
-def _mark_end(messages: list[dict[str, Any]]) -> None:
-    if not messages or not isinstance(messages[-1]["content"], str):
-        raise ChatTemplateError("continue_final_message needs a last message with text")
-    messages[-1]["content"] += _CONTINUATION_MARK
-
-
-def _cut_at_mark(text: str) -> str:
-    end = text.rfind(_CONTINUATION_MARK)
-    if end < 0:
-        raise ChatTemplateError("the chat template does not show the last message's content, so it cannot be continued")
-    return text[:end]

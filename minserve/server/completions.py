@@ -53,8 +53,9 @@ class CompletionWriter:
         for number, pieces in outputs:
             offset = self._echoed.get(number)
             if offset is None:
-                if not pieces and self._prompt_is_unread(number):
-                    continue
+                wants_prompt = self._options.echo and self._options.logprobs is not None
+                if wants_prompt and not pieces and self._generation.choices[number].prompt_logprobs is None:
+                    continue  # the log-probabilities of the prompt come first
                 offset = self._echoed[number] = self._open(number, parts)
             for piece in pieces:
                 if self._bare_chunks and piece.text and not piece.aside and piece.finish_reason is None:
@@ -90,11 +91,6 @@ class CompletionWriter:
             if self._asked.return_token_ids:
                 answer["prompt_token_ids"] = generation.prompts[0].token_ids
         return _encode(answer)
-
-    def _prompt_is_unread(self, number: int) -> bool:
-        """An echo with log-probabilities cannot be written before those of the prompt are there."""
-        wanted = self._options.echo and self._options.logprobs is not None
-        return wanted and self._generation.choices[number].prompt_logprobs is None
 
     def _open(self, number: int, parts: list[bytes]) -> int:
         """What comes before a choice's text: chat's role, the prompt's ids, the echo. Characters of the echo."""

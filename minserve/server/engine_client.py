@@ -144,7 +144,8 @@ class EngineClient(asyncio.BufferedProtocol):
                 self.ready = message
                 self.became_ready.set()
             case Fatal():
-                self._die(_exit_code(message.exit_code), message.message)
+                known = message.exit_code in list(ExitCode)
+                self._die(ExitCode(message.exit_code) if known else ExitCode.INTERNAL, message.message)
 
     def _die(self, code: ExitCode, message: str | None) -> None:
         """Tells of the first cause only: the end of a connection follows every last word."""
@@ -156,10 +157,3 @@ class EngineClient(asyncio.BufferedProtocol):
                 future.set_exception(ApiError(503, "the engine has ended"))
         if not self._told_to_leave:
             self._on_death(Death(self.rank, code, message))
-
-
-def _exit_code(number: int) -> ExitCode:
-    try:
-        return ExitCode(number)
-    except ValueError:
-        return ExitCode.INTERNAL

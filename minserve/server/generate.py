@@ -12,15 +12,16 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from aiohttp import web
 
 from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
+from minserve.server.blocks import BlockWriter
 from minserve.server.completions import CompletionWriter
 from minserve.server.front import HEAVY_BYTES, Front
-from minserve.server.generation import Generation, LoadedModel, Piece, Prompt
+from minserve.server.generation import Generation, LoadedModel, Prompt
 from minserve.server.http import BodyReader, Exchange
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
@@ -38,18 +39,8 @@ INLINE_BYTES = 4096
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class Writer(Protocol):
-    """One answer in the words of its API: either `add` and `body`, or `render` and `last`."""
-
-    def add(self, number: int, pieces: list[Piece]) -> None: ...
-
-    def body(self) -> bytes: ...
-
-    def render(self, outputs: list[tuple[int, list[Piece]]]) -> bytes: ...
-
-    def last(self) -> bytes: ...
-
-    def error(self, error: ApiError) -> bytes: ...
+Writer = CompletionWriter | BlockWriter
+"""One answer in the words of its API: either `add` and `body`, or `render` and `last`."""
 
 
 class Asked(NamedTuple):

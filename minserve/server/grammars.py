@@ -19,7 +19,7 @@ import msgspec
 from minserve.request import Grammar
 from minserve.server.api_errors import bad_request
 from minserve.server.fields import RawFields, Reader, decode_value
-from minserve.server.qwen_calls import parameter_types, resolve
+from minserve.server.qwen_calls import json_string, parameter_types, resolve
 from minserve.server.tool_formats import ARGUMENTS, NAME, NUMBER, CallLayout
 
 MAX_SCHEMA_LENGTH = 1 << 17
@@ -284,7 +284,7 @@ class _Rules:
         if form.kind == "schema":
             return self._json(form.value)
         if form.kind == "choice":
-            return self._add(" | ".join(map(_literal, form.value)))
+            return self._add(" | ".join(map(json_string, form.value)))
         return self._add(_regex_literal(form.value))
 
     def _json(self, schema: Mapping[str, Any]) -> str:
@@ -299,7 +299,7 @@ class _Rules:
             ids = {mark: f"<[{token_id}]>" for mark, token_id in calls.marks.items()}
             known = {**ids, ARGUMENTS: arguments, NUMBER: _NUMBER}
             parts = filter(None, re.split(r"(<[^<>\n]+>|\{arguments\}|\{number\})", text))
-            return " ".join(known.get(part) or _literal(part.replace(NAME, name)) for part in parts)
+            return " ".join(known.get(part) or json_string(part.replace(NAME, name)) for part in parts)
 
         types = parameter_types(calls.tools)
         ways = []
@@ -321,13 +321,13 @@ class _Rules:
         required = schema.get("required")
         parts = []
         for name, part in (schema.get("properties") or {}).items():
-            tag = _literal(f"<parameter={name}>\n")
+            tag = json_string(f"<parameter={name}>\n")
             if not types.get(name, _STRING) & _STRING:
-                value = f"{self._json({**part, **shared})} {_literal(_END_TAG)}"
+                value = f"{self._json({**part, **shared})} {json_string(_END_TAG)}"
             elif choices := _texts(part):
-                value = f"({' | '.join(map(_literal, choices))}) {_literal(_END_TAG)}"
+                value = f"({' | '.join(map(json_string, choices))}) {json_string(_END_TAG)}"
             else:
-                value = self._add("/(?s:.*)/", f"[suffix={_literal(_END_TAG)}]")
+                value = self._add("/(?s:.*)/", f"[suffix={json_string(_END_TAG)}]")
             optional = "" if isinstance(required, list) and name in required else "?"
             parts.append(self._add(f"{tag} {value}") + optional)
         return self._add(" ".join(parts) or '""')
@@ -347,10 +347,6 @@ def _texts(schema: Any) -> list[str]:
     """The texts that a parameter may have, where its schema counts them all up."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     return values if isinstance(values, list) and values and all(isinstance(value, str) and value for value in values) else []
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _regex_literal(regex: str) -> str:

@@ -98,21 +98,6 @@ _completion, _chat, _conversation = Reader(_CompletionFields), Reader(_ChatField
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether the model may or must call."""
-
-    kind: Literal["none", "auto", "required", "named"]
-    name: str | None = None
-    """Of the function to call, for kind "named"."""
-    one_call: bool = False
-    """The client wants no more than one call."""
-
-    @property
-    def forced(self) -> bool:
-        return self.kind in ("required", "named")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation and how its template is to write it."""
 
@@ -123,7 +108,12 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     template_arguments: dict[str, Any]
-    tool_choice: ToolChoice
+    forces_calls: bool
+    """The answer has to be tool calls."""
+    function: str | None
+    """The one that has to be called, where the client named it."""
+    one_call: bool
+    """The client wants no more than one call."""
 
 
 def parse_completion(fields: RawFields, facts: ModelFacts) -> tuple[Options, list[str | list[int]], bool]:
@@ -157,18 +147,20 @@ def parse_conversation(fields: RawFields) -> Chat:
         names = [tool.function.name for tool in msgspec.convert(asked.tools, list[_Tool])]
     except msgspec.ValidationError as error:
         raise invalid(error, "tools") from None
-    choice = _tool_choice(asked.tool_choice, names, one_call=not asked.parallel_tool_calls)
+    function = _chosen_function(asked.tool_choice, names)
     continued, opens_answer = asked.continue_final_message, asked.add_generation_prompt
     if continued and opens_answer:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise bad_request(message, "continue_final_message")
     return Chat(
         messages=[_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)],
-        tools=None if choice.kind == "none" else asked.tools or None,
+        tools=None if asked.tool_choice == "none" else asked.tools or None,
         add_generation_prompt=not continued if opens_answer is None else opens_answer,
         continue_final_message=continued,
         template_arguments=_template_arguments(asked),
-        tool_choice=choice,
+        forces_calls=function is not None or asked.tool_choice == "required",
+        function=function,
+        one_call=function is not None or not asked.parallel_tool_calls,
     )
 
 
@@ -221,20 +213,19 @@ def _template_arguments(asked: _ConversationFields) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: Any, names: list[str], *, one_call: bool) -> ToolChoice:
-    """`names`: of the request's tools."""
+def _chosen_function(choice: Any, names: list[str]) -> str | None:
+    """The one that `tool_choice` names, if it is of that form. `names`: of the request's tools."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
-        if name not in names:
-            shown = repr(name[:60]) if isinstance(name, str) else "no string"
-            raise bad_request(f"tool_choice names {shown}, which is not among the tools", "tool_choice")
-        return ToolChoice("named", name, one_call=True)
+        if not isinstance(name, str) or name not in names:
+            raise bad_request(f"tool_choice names {str(name)[:60]!r}, which is not among the tools", "tool_choice")
+        return name
     if choice not in ("none", "auto", "required"):
         message = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
         raise bad_request(message, "tool_choice")
     if choice == "required" and not names:
         raise bad_request('tool_choice "required" needs tools', "tool_choice")
-    return ToolChoice(choice, None, one_call)
+    return None
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -34,7 +34,7 @@ def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Opt
         else:
             prompts.append(Prompt(prompt, None))
     _check_total(prompts, options, "prompt")
-    return _finished(options, build_grammar(parse_form(fields))), prompts
+    return _with_grammar(options, build_grammar(parse_form(fields))), prompts
 
 
 def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
@@ -45,8 +45,18 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
     text = render(chat, model)
     prompts = [Prompt(encode(text, True, model, "messages"), text)]
     _check_total(prompts, options, "n")
-    options = dataclasses.replace(options, answer=_answer_format(chat, text, model))
-    return _finished(options, _chat_grammar(chat, form, options.answer, model)), prompts
+    if chat.forces_calls and model.formats.tool_format is None:
+        message = "It is not known how this model writes tool calls; start the server with --tool-call-parser"
+        raise bad_request(message, "tool_choice")
+    answer = model.formats.of_answer(
+        text,
+        chat.tools,
+        continued=chat.messages[-1]["content"] if chat.continue_final_message else None,
+        one_call=chat.one_call,
+        calls_are_a_stop=chat.function is not None,
+    )
+    grammar = _chat_grammar(chat, form, answer, model)
+    return _with_grammar(dataclasses.replace(options, answer=answer), grammar), prompts
 
 
 def asks_for_grammar(body: bytes | bytearray) -> bool:
@@ -54,20 +64,20 @@ def asks_for_grammar(body: bytes | bytearray) -> bool:
     return any(name in body for name in _FIELDS_OF_GRAMMARS)
 
 
-def _finished(options: Options, grammar: Grammar | None) -> Options:
+def _with_grammar(options: Options, grammar: Grammar | None) -> Options:
     return dataclasses.replace(options, sampling=msgspec.structs.replace(options.sampling, grammar=grammar))
 
 
 def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerFormat, model: LoadedModel) -> Grammar | None:
-    choice, tools, layout = chat.tool_choice, chat.tools, model.formats.call_layout
+    layout = model.formats.call_layout
     calls = None
-    if tools and layout is not None and (choice.forced or form is not None):
+    if chat.tools and layout is not None and (chat.forces_calls or form is not None):
         calls = ForcedCalls(
             layout=layout,
             marks=model.formats.special_tokens,
-            tools=[tool for tool in tools if choice.kind != "named" or tool["function"]["name"] == choice.name],
-            one_call=choice.one_call,
-            instead=not choice.forced,
+            tools=[tool for tool in chat.tools if chat.function in (None, tool["function"]["name"])],
+            one_call=chat.one_call,
+            instead=not chat.forces_calls,
         )
     if answer.start is AnswerStart.CONTENT:
         return build_grammar(form, calls)
@@ -75,21 +85,6 @@ def _chat_grammar(chat: openai.Chat, form: OutputForm | None, answer: AnswerForm
         return build_grammar(form, calls, answer.tags.closing)
     opening = model.tokenizer.token_id(answer.tags.opening) if model.formats.opens_reasoning else None
     return build_grammar(form, calls, answer.tags.closing if opening is not None else "", opening)
-
-
-def _answer_format(chat: openai.Chat, prompt: str, model: LoadedModel) -> AnswerFormat:
-    choice = chat.tool_choice
-    if choice.forced and model.formats.tool_format is None:
-        message = "It is not known how this model writes tool calls; start the server with --tool-call-parser"
-        raise bad_request(message, "tool_choice")
-    continued = chat.messages[-1]["content"] if chat.continue_final_message else None
-    return model.formats.of_answer(
-        prompt,
-        chat.tools,
-        continued=continued,
-        one_call=choice.one_call,
-        calls_are_a_stop=choice.kind == "named",
-    )
 
 
 def _check_total(prompts: list[Prompt], options: Options, param: str) -> None:

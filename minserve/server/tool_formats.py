@@ -90,7 +90,9 @@ def read_marked(source: Source, form: MarkedFormat) -> Reading[None]:
         if match is None or opening is None:
             yield before + header + (opening or "")
             continue
-        yield _marked_start(match, count)
+        groups = match.groupdict()
+        name = groups["name"] or groups["plain_name"]
+        yield CallStart(name, f"functions.{name}:{groups['index'] or count}" if "index" in groups else None)
         count += 1
         if opening == form.call_end:
             yield CallArguments("{}")
@@ -100,13 +102,6 @@ def read_marked(source: Source, form: MarkedFormat) -> Reading[None]:
             yield from read_object(source, (form.call_end,))
             ended = yield from skip_ends(source, form.fence, form.call_end)
             ends = form.section_ends if ended else (form.call_end, *form.section_ends)
-
-
-def _marked_start(match: re.Match[str], count: int) -> CallStart:
-    groups = match.groupdict()
-    if "index" not in groups:
-        return CallStart(groups["name"] or groups["plain_name"])
-    return CallStart(groups["name"], f"functions.{groups['name']}:{groups['index'] or count}")
 
 
 NAME, ARGUMENTS, NUMBER = "{name}", "{arguments}", "{number}"
