@@ -1,7 +1,8 @@
 """Measures how fast a checkpoint of Qwen3-MoE's form gets from the page cache into a model, and what host memory that takes.
 
-Beside it, on the same files: `safetensors.torch.load_file` per shard, a plain copy from pinned memory, and plain reads. Every
-measurement runs in a process of its own. Last line JSON. Run it on a GPU machine: `python -m tools.load_throughput`.
+Beside it, on the same files: `safetensors.torch.load_file` per shard, a plain copy from pinned memory, plain reads, and the other
+ways of page_cache_copies.py. Every measurement runs in a process of its own. Last line JSON. Run it on a GPU machine:
+`python -m tools.load_throughput`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from minserve.kernels import stacks
+from minserve.kernels import reference, stacks
 from minserve.models.model_config import load_model_config
 from minserve.models.registry import build_model
-from minserve.models.weights import load_weights, open_checkpoint
+from minserve.models.weights import formats_from_config, load_weights, open_checkpoint
+from tools import page_cache_copies
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16", "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False, "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 151936,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+SHAPE = Path(__file__).parent.parent / "configs" / "shapes" / "qwen3-30b-a3b" / "config.json"
 PERIOD = 33_554_467
 """Random values that the files repeat: a prime, so that no two matrices are alike and a mix-up shows."""
 SHARD_BYTES = 4e9
@@ -45,43 +40,21 @@ READ_THREADS = 8
 KINDS = ("minserve", "pinned copy", "load_file")
 
 
-def tensor_shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, width = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"]
-    queries, keys = (CONFIG[heads] * CONFIG["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
-    yield "model.embed_tokens.weight", (CONFIG["vocab_size"], hidden)
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", (hidden,)
-        attention: dict[str, tuple[int, ...]] = {
-            "q_proj": (queries, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
-            "o_proj": (hidden, queries),
-        }
-        attention |= dict.fromkeys(("q_norm", "k_norm"), (CONFIG["head_dim"],))
-        yield from ((f"{prefix}.self_attn.{part}.weight", shape) for part, shape in attention.items())
-        yield f"{prefix}.mlp.gate.weight", (CONFIG["num_experts"], hidden)
-        for expert in range(CONFIG["num_experts"]):
-            for part, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
-                yield f"{prefix}.mlp.experts.{expert}.{part}_proj.weight", shape
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (CONFIG["vocab_size"], hidden)
-
-
 def write_checkpoint(directory: Path, num_bytes: float) -> int:
     """A checkpoint of at least this size, of random values; its size."""
-    num_layers, total, shapes = 0, 0, {}
+    directory.mkdir(parents=True, exist_ok=True)
+    config, total, shapes = json.loads(SHAPE.read_text()), 0, {}
+    config["num_hidden_layers"] = 0
     while total < num_bytes:
-        num_layers += 1
-        shapes = dict(tensor_shapes(num_layers))
+        config["num_hidden_layers"] += 1
+        (directory / "config.json").write_text(json.dumps(config))
+        shapes = tensor_shapes(directory)
         total = sum(map(_num_bytes, shapes.values()))
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    shards: list[dict[str, torch.Size]] = [{}]
     for name, shape in shapes.items():
         if sum(map(_num_bytes, shards[-1].values())) > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = shape
-    directory.mkdir(parents=True, exist_ok=True)
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     values = torch.randn(PERIOD, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().view(torch.uint8).numpy().data
     with ThreadPoolExecutor(len(shards)) as pool:
@@ -89,15 +62,21 @@ def write_checkpoint(directory: Path, num_bytes: float) -> int:
     index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     body = {"metadata": {"total_size": total}, "weight_map": index}
     (directory / "model.safetensors.index.json").write_text(json.dumps(body))
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
     return total
 
 
-def _num_bytes(shape: tuple[int, ...]) -> int:
-    return 2 * torch.Size(shape).numel()
+def tensor_shapes(directory: Path) -> dict[str, torch.Size]:
+    """Of the model that a config.json describes."""
+    config, plain = load_model_config(directory), formats_from_config(None)
+    model = build_model(config, plain, reference.cpu(), torch.bfloat16, torch.device("meta"))
+    return {destination.name: destination.target.shape for destination in model.destinations()}
 
 
-def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], values: memoryview) -> None:
+def _num_bytes(shape: torch.Size) -> int:
+    return 2 * shape.numel()
+
+
+def _write_shard(path: Path, shapes: dict[str, torch.Size], values: memoryview) -> None:
     header, end = {}, 0
     for name in sorted(shapes):
         begin, end = end, end + _num_bytes(shapes[name])
@@ -238,7 +217,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         memory = [max(run.get(part, 0.0) for run in runs) for part in ("anonymous_gb", "pinned_gb")]
         spread = " ".join(f"{speed:.1f}" for speed in speeds)
         say(f"{kind:14}{statistics.median(speeds):14.1f}{spread:>22}{memory[0]:12.2f}{memory[1]:12.2f}\n")
-    return results
+    return results | {"other ways": page_cache_copies.measure(directory, options.device)}
 
 
 def main() -> int:

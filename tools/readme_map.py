@@ -22,6 +22,7 @@ ROOMS = {
     "minserve/models/layers": "The parts of a model.",
     "minserve/kernels": "The tool wall: vendor libraries and Triton are imported here and nowhere else.",
     "minserve/clients": "Programs that talk to a server over HTTP.",
+    "tools": "Programs of those who work on it: the embedded model's training, benches, soaks. No part of the package.",
 }
 
 
