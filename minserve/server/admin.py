@@ -19,7 +19,6 @@ from minserve.server import metrics, openai
 from minserve.server.api_errors import ApiError, bad_request, unavailable
 from minserve.server.fields import RawFields, Reader, decode_object, decode_value
 from minserve.server.front import Front
-from minserve.server.generate import INLINE_BYTES
 from minserve.server.generation import LoadedModel
 from minserve.server.http import MODELS, BodyReader, Exchange
 from minserve.server.options import check_vocabulary, unknown_model
@@ -138,9 +137,7 @@ class AdminEndpoints:
         """What is made of a body's fields, of a large one in a thread."""
         model = self._front.loaded()
         async with self._bodies.body(exchange.request) as body:
-            if len(body) <= INLINE_BYTES:
-                return exchange.json(work(decode_object(body), model))
-            return exchange.json(await self._front.off_loop(lambda: work(decode_object(body), model), len(body)))
+            return exchange.json(await self._front.worked(lambda: work(decode_object(body), model), len(body)))
 
     async def abort_request(self, exchange: Exchange) -> web.StreamResponse:
         """Ends answers by `request_id` (an answer's id, or the x-request-id it was asked with), or all with `abort_all`."""
@@ -214,20 +211,15 @@ class Page:
 
     def __init__(self) -> None:
         files = [file for file in PAGE_DIRECTORY.iterdir() if file.suffix in _PAGE_TYPES]
-        self._files = {_path(file.name): (_PAGE_TYPES[file.suffix], file.read_bytes()) for file in files}
-
-    @property
-    def paths(self) -> frozenset[str]:
-        return frozenset(self._files)
+        self.files = {
+            "/" if file.name == "index.html" else f"/web/{file.name}": (file.suffix, file.read_bytes()) for file in files
+        }
+        """By path."""
 
     async def file(self, exchange: Exchange) -> web.StreamResponse:
-        content_type, body = self._files[exchange.path]
+        suffix, body = self.files[exchange.path]
         tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
         headers = {**exchange.headers, **_PAGE_HEADERS, "ETag": tag}
         if exchange.request.headers.get("If-None-Match") == tag:
             return web.Response(status=304, headers=headers)
-        return web.Response(body=body, headers=headers, content_type=content_type, charset="utf-8")
-
-
-def _path(name: str) -> str:
-    return "/" if name == "index.html" else f"/web/{name}"
+        return web.Response(body=body, headers=headers, content_type=_PAGE_TYPES[suffix], charset="utf-8")

@@ -193,7 +193,7 @@ def _http(front: Front, slow_readers: SlowReaders) -> HttpServer:
     bodies, page = BodyReader(front.config.max_body_bytes), Page()
     admin, generate = AdminEndpoints(front, bodies), GenerateEndpoints(front, bodies, slow_readers)
     routes: Routes = {
-        **dict.fromkeys(page.paths, ("GET", page.file)),
+        **dict.fromkeys(page.files, ("GET", page.file)),
         "/health": ("GET", admin.health),
         "/ready": ("GET", admin.ready),
         "/version": ("GET", admin.version),
@@ -208,7 +208,7 @@ def _http(front: Front, slow_readers: SlowReaders) -> HttpServer:
         "/abort_request": ("POST", admin.abort_request),
         **{f"/{name}": ("POST", admin.control(name)) for name in ("flush_cache", "start_profile", "stop_profile")},
     }
-    return HttpServer(front.config, routes, _OPEN_PATHS | page.paths)
+    return HttpServer(front.config, routes, _OPEN_PATHS | page.files.keys())
 
 
 @contextlib.asynccontextmanager

@@ -29,6 +29,8 @@ from minserve.server.tokenizer import Tokenizer
 
 MOST_HEALTHY_SILENCE = 60.0
 """Seconds without a word from an engine, which speaks every second and after every step, before /health fails."""
+INLINE_BYTES = 4096
+"""Work on no more text than this is done where it is asked for: a thread would cost more than it frees."""
 HEAVY_BYTES = 1 << 18
 """Work on more text than this has its own threads, so that it never stands before shorter texts."""
 _THREADS = 2
@@ -57,7 +59,7 @@ class Front:
         """Raises CheckpointError or UsageError."""
         config, directory = self.config, configuration.model_directory(self.config)
         dummy = config.load_format == "dummy"
-        return await self.off_loop(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template, dummy=dummy))
+        return await self.worked(lambda: Tokenizer.load(directory, config.tokenizer, config.chat_template, dummy=dummy))
 
     def become_ready(self, tokenizer: Tokenizer, ranks: list[Ready]) -> LoadedModel:
         """From now on requests are served. Raises CheckpointError for a tokenizer that is not this model's."""
@@ -140,8 +142,10 @@ class Front:
             "abort": lambda name: b"%d" % self.abort(name),
         }
 
-    async def off_loop(self, work: Callable[[], T], num_bytes: int = 0) -> T:
-        """Run what takes long in a thread, while the event loop goes on; `num_bytes` tells how long."""
+    async def worked(self, work: Callable[[], T], num_bytes: int = HEAVY_BYTES) -> T:
+        """What `work` returns, run where it holds up others least; `num_bytes` of text tell how long it takes."""
+        if num_bytes <= INLINE_BYTES:
+            return work()
         threads = self._heavy if num_bytes > HEAVY_BYTES else self._light
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 

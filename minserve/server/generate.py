@@ -20,7 +20,7 @@ from minserve.server import messages_api, responses
 from minserve.server.api_errors import ApiError
 from minserve.server.blocks import BlockWriter
 from minserve.server.completions import CompletionWriter
-from minserve.server.front import HEAVY_BYTES, Front
+from minserve.server.front import HEAVY_BYTES, INLINE_BYTES, Front
 from minserve.server.generation import Generation, LoadedModel, Prompt
 from minserve.server.http import BodyReader, Exchange
 from minserve.server.messages_api import MessageWriter
@@ -34,8 +34,6 @@ MAX_BLOCKED_SECONDS = 60.0
 
 GRAMMAR_WEIGHT = 16
 """A byte of a body that asks for a grammar may take as long as so many bytes of text."""
-INLINE_BYTES = 4096
-"""Bodies up to here are decoded and tokenised where they are: a thread would cost more than it frees."""
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -85,10 +83,8 @@ class GenerateEndpoints:
     async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> Asked:
         async with self._bodies.body(exchange.request) as body:
             constrained = len(body) <= HEAVY_BYTES and asks_for_grammar(body)
-            if len(body) <= INLINE_BYTES and not constrained:
-                return prepare(body, model)
-            weight = GRAMMAR_WEIGHT if constrained else 1
-            return await self._front.off_loop(lambda: prepare(body, model), len(body) * weight)
+            weight = INLINE_BYTES + GRAMMAR_WEIGHT * len(body) if constrained else len(body)
+            return await self._front.worked(lambda: prepare(body, model), weight)
 
     async def _whole(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         while generation.open:
@@ -96,7 +92,7 @@ class GenerateEndpoints:
                 writer.add(number, pieces)
         if generation.options.logprobs is None and generation.options.asked.prompt_logprobs is None:
             return exchange.raw_json(writer.body())
-        return exchange.raw_json(await self._front.off_loop(writer.body))
+        return exchange.raw_json(await self._front.worked(writer.body))
 
     async def _stream(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         """The status is sent with the first piece: until then an error still is an error response."""
