@@ -21,7 +21,7 @@ from minserve.models.layers.mla import MultiHeadLatentAttention
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
-from minserve.models.layers.streams import Lanes, SharedExpertPolicy, StreamPlan, plan_streams
+from minserve.models.layers.streams import Lanes, SharedExpertPolicy, plan_streams
 
 
 class DecoderLayer(nn.Module):
@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, build)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext, plan: StreamPlan
+        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext, lanes: Lanes | None
     ) -> tuple[Tensor, Tensor]:
         """(what this layer's second half adds, the stream without it): the next norm sums them, so that one kernel does both."""
         if residual is None:
@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
         attended = self.attention(normed, positions, ctx)
         normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(normed, ctx, plan), residual
+            return self.mlp(normed, ctx, lanes), residual
         return self.mlp(normed), residual
 
 
@@ -83,11 +83,11 @@ class Decoder(nn.Module):
         return self.config.num_layers
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        plan = plan_streams(self.shared_expert, self.lanes, ctx.flags, token_ids.shape[0])
+        lanes = plan_streams(self.shared_expert, self.lanes, ctx.flags, token_ids.shape[0])
         hidden: Tensor = self.embedding(token_ids)
         residual: Tensor | None = None
         for layer in self._warm_up_layers if ctx.flags.phase == "warm-up" else self.layers:
-            hidden, residual = layer(hidden, residual, positions, ctx, plan)
+            hidden, residual = layer(hidden, residual, positions, ctx, lanes)
         assert residual is not None
         normed: Tensor = self.norm.add(hidden, residual)[0]
         return normed

@@ -20,7 +20,7 @@ from minserve.kernels.interface import Kernels
 from minserve.models.decoder import Decoder
 from minserve.models.layers import moe
 from minserve.models.layers.moe import MixtureOfExperts
-from minserve.models.layers.streams import CudaLanes, StreamPlan
+from minserve.models.layers.streams import CudaLanes, Lanes
 from minserve.runtime import canary, cuda_graph
 from minserve.runtime.capture_mode import current_flags
 from minserve.runtime.model_runner import ModelRunner
@@ -74,14 +74,14 @@ def refusal(runner: ModelRunner) -> str:
 # faults put in on purpose
 
 
-def alt_first(main: Callable[[], Any], side: Callable[[], Any], plan: StreamPlan) -> tuple[Any, Any]:
+def alt_first(main: Callable[[], Any], side: Callable[[], Any], lanes: Lanes | None) -> tuple[Any, Any]:
     """The lane law broken: the side block recorded before the main one."""
-    if plan.lanes is None:
+    if lanes is None:
         return main(), side()
-    with plan.lanes.alt(plan.lanes.fork()):
+    with lanes.alt(lanes.fork()):
         second = side()
     first = main()
-    plan.lanes.join()
+    lanes.join()
     return first, second
 
 

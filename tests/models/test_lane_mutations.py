@@ -118,41 +118,41 @@ def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
 
 
 ALT_FIRST = (
-    """    fork = plan.lanes.fork()
+    """    fork = lanes.fork()
     first = main()
     try:
-        with plan.lanes.alt(fork):
+        with lanes.alt(fork):
             second = side()
     finally:
-        plan.lanes.join()
+        lanes.join()
     return first, second
 """,
-    """    with plan.lanes.alt(plan.lanes.fork()):
+    """    with lanes.alt(lanes.fork()):
         second = side()
     first = main()
-    plan.lanes.join()
+    lanes.join()
     return first, second
 """,
 )
 UNGUARDED_JOIN = (
     """    try:
-        with plan.lanes.alt(fork):
+        with lanes.alt(fork):
             second = side()
     finally:
-        plan.lanes.join()
+        lanes.join()
 """,
-    """    with plan.lanes.alt(fork):
+    """    with lanes.alt(fork):
         second = side()
-    plan.lanes.join()
+    lanes.join()
 """,
 )
 STREAM_MUTATIONS: dict[str, tuple[str, str]] = {
     "alt first": ALT_FIRST,
-    "late fork": ("    fork = plan.lanes.fork()\n    first = main()\n", "    first = main()\n    fork = plan.lanes.fork()\n"),
-    "no join": ("    finally:\n        plan.lanes.join()\n", "    finally:\n        pass\n"),
-    "joined twice": ("        plan.lanes.join()\n", "        plan.lanes.join()\n        plan.lanes.join()\n"),
-    "side on main": ("        with plan.lanes.alt(fork):\n            second = side()\n", "        second = side()\n"),
-    "serial although asked": ("    return StreamPlan(lanes)\n", "    return SERIAL\n"),
+    "late fork": ("    fork = lanes.fork()\n    first = main()\n", "    first = main()\n    fork = lanes.fork()\n"),
+    "no join": ("    finally:\n        lanes.join()\n", "    finally:\n        pass\n"),
+    "joined twice": ("        lanes.join()\n", "        lanes.join()\n        lanes.join()\n"),
+    "side on main": ("        with lanes.alt(fork):\n            second = side()\n", "        second = side()\n"),
+    "serial although asked": ("    return lanes\n", "    return None\n"),
 }
 
 
@@ -176,7 +176,7 @@ def test_an_unjoined_exception_is_seen():
     for module in (streams, broken):
         lanes = RecordingLanes()
         with pytest.raises(RuntimeError, match="side"):
-            module.side_by_side(lambda: None, fails, module.StreamPlan(lanes))
+            module.side_by_side(lambda: None, fails, lanes)
         logs.append(lanes.log)
     assert ("main", "join") in logs[0]
     assert ("main", "join") not in logs[1]

@@ -14,7 +14,6 @@ from minserve.capture_flags import EAGER
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, Kernels, kv_page_shape
 from minserve.models.forward_context import ForwardContext
-from minserve.models.layers.streams import SERIAL
 from minserve.models.model_config import load_model_config
 from minserve.models.quantization_claim import formats_from_config
 from minserve.models.registry import build_model
@@ -31,7 +30,7 @@ def test_zero_tokens_pass_through_every_layer(tiny, variant):
     context = _context(steps)
     with torch.inference_mode():
         for module in steps.model.layers:
-            output, residual = module(hidden, hidden, torch.zeros(0, dtype=torch.int64), context, SERIAL)
+            output, residual = module(hidden, hidden, torch.zeros(0, dtype=torch.int64), context, None)
             assert output.shape == residual.shape == (0, 64)
         assert steps.model.compute_logits(hidden).shape == (0, 320)
     for cache, old in zip(steps.cache, before, strict=True):

@@ -16,7 +16,6 @@ from minserve.kernels import reference
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher, MaskedTokens
 from minserve.models.layers.placement import ExpertPlacement
-from minserve.models.layers.streams import SERIAL, StreamPlan
 
 CAPTURING = dataclasses.replace(EAGER, capturing=True, allow_overlap=True, allow_inplace=False, phase="record", kind="decode")
 
@@ -75,9 +74,9 @@ def _hidden(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def _run(layer, hidden, context=None, plan=SERIAL):
+def _run(layer, hidden, context=None, lanes=None):
     with torch.inference_mode():
-        return layer.mlp(hidden, context or _context(), plan)
+        return layer.mlp(hidden, context or _context(), lanes)
 
 
 def _scaled(scale: float, normalize: bool):
@@ -89,10 +88,10 @@ def _scaled(scale: float, normalize: bool):
 
 
 PATHS = {
-    "serial": (LocalDispatcher, SERIAL),
-    "overlapped": (LocalDispatcher, StreamPlan(CountingLanes())),
-    "masked": (lambda: MaskedDispatcher(16), SERIAL),
-    "masked, overlapped": (lambda: MaskedDispatcher(16), StreamPlan(CountingLanes())),
+    "serial": (LocalDispatcher, None),
+    "overlapped": (LocalDispatcher, CountingLanes()),
+    "masked": (lambda: MaskedDispatcher(16), None),
+    "masked, overlapped": (lambda: MaskedDispatcher(16), CountingLanes()),
 }
 
 
@@ -100,12 +99,12 @@ PATHS = {
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_scale_is_applied_once_on_every_path(tiny, path, normalize):
     directory = tiny("deepseek_v3_small").directory
-    make_dispatcher, plan = PATHS[path]
+    make_dispatcher, lanes = PATHS[path]
     hidden = _hidden(11)
     shared = load(directory).layers[1].mlp.shared(hidden)
     unscaled = _run(load(directory, config=_scaled(1.0, normalize)).layers[1], hidden) - shared
     layer = load(directory, config=_scaled(2.5, normalize), dispatcher=make_dispatcher()).layers[1]
-    torch.testing.assert_close(_run(layer, hidden, plan=plan), 2.5 * unscaled + shared, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_run(layer, hidden, lanes=lanes), 2.5 * unscaled + shared, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3_small", "moonlight", "qwen2_moe"])
@@ -121,7 +120,7 @@ def test_without_routed_experts_the_shared_expert_is_all(tiny, variant, lanes):
             wanted = theirs.shared_expert(hidden) * theirs.shared_expert_gate(hidden).sigmoid()
         else:
             wanted = theirs.shared_experts(hidden)
-    torch.testing.assert_close(_run(layer, hidden, plan=StreamPlan(lanes)), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(_run(layer, hidden, lanes=lanes), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_no_drift_of_the_shared_expert_over_a_long_output(tiny):
@@ -159,17 +158,17 @@ def test_an_empty_batch_joins_the_dispatcher_and_skips_the_shared_expert(tiny, v
     layer = load(tiny(variant).directory, dispatcher=Counted()).layers[1]
     if layer.mlp.shared is not None:
         layer.mlp.shared.register_forward_hook(lambda *_: calls.append("shared"))
-    assert _run(layer, _hidden(0), plan=PATHS[path][1]).shape == (0, 64)
+    assert _run(layer, _hidden(0), lanes=PATHS[path][1]).shape == (0, 64)
     assert calls == ["dispatch", "combine"]
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])
 def test_the_shared_expert_runs_once_on_every_path(tiny, variant):
-    for make_dispatcher, plan in (PATHS["serial"], PATHS["overlapped"]):
+    for make_dispatcher, lanes in (PATHS["serial"], PATHS["overlapped"]):
         layer = load(tiny(variant).directory, dispatcher=make_dispatcher()).layers[1]
         calls = []
         layer.mlp.shared.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        _run(layer, _hidden(3), plan=plan)
+        _run(layer, _hidden(3), lanes=lanes)
         assert len(calls) == 1
 
 

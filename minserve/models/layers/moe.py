@@ -17,7 +17,7 @@ from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.linear import GatedMLP, Linear, Part
 from minserve.models.layers.router import Router
-from minserve.models.layers.streams import StreamPlan, side_by_side
+from minserve.models.layers.streams import Lanes, side_by_side
 
 
 class SigmoidGatedMLP(nn.Module):
@@ -82,12 +82,12 @@ class MixtureOfExperts(nn.Module):
         if self._to_be_fused:
             self.fuse()
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext, plan: StreamPlan) -> Tensor:
+    def forward(self, hidden: Tensor, ctx: ForwardContext, lanes: Lanes | None) -> Tensor:
         """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not."""
         if self.shared is None or hidden.shape[0] == 0:
             return self._routed(hidden, ctx)
         shared = self.shared
-        routed_output, shared_output = side_by_side(lambda: self._routed(hidden, ctx), lambda: shared(hidden), plan)
+        routed_output, shared_output = side_by_side(lambda: self._routed(hidden, ctx), lambda: shared(hidden), lanes)
         total: Tensor = routed_output + shared_output
         return total
 

@@ -11,7 +11,6 @@ Knows nothing of experts; `side_by_side` takes two functions.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -61,49 +60,35 @@ class CudaLanes:
         torch.cuda.current_stream(self._alt.device).wait_stream(self._alt)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """How one forward runs its MoE layers; made once a forward by `plan_streams`, the only chooser."""
-
-    lanes: Lanes | None = None
-    """None is serial."""
-
-    @property
-    def overlapped(self) -> bool:
-        return self.lanes is not None
-
-
-SERIAL = StreamPlan()
-
-
-def plan_streams(policy: SharedExpertPolicy, lanes: Lanes | None, flags: CaptureFlags, num_tokens: int) -> StreamPlan:
-    """The one predicate: overlap where it was asked for, a capture allows it and there is work to overlap.
+def plan_streams(policy: SharedExpertPolicy, lanes: Lanes | None, flags: CaptureFlags, num_tokens: int) -> Lanes | None:
+    """The lanes of one forward's MoE layers, None for serial ones: overlap where it was asked for, a capture allows it and
+    there is work to overlap.
 
     Eager steps are host-bound, so a second stream would only add launches there. Experts that write over their input
     would race with the alt stream's read, so in-place permission and overlap exclude each other.
     """
     if policy != "overlap" or lanes is None or not flags.allow_overlap or num_tokens == 0:
-        return SERIAL
+        return None
     if flags.allow_inplace:
         raise ValueError("overlap refuses in-place experts: they write over the input that the shared expert reads")
-    return StreamPlan(lanes)
+    return lanes
 
 
-def side_by_side(main: Callable[[], Result], side: Callable[[], SideResult], plan: StreamPlan) -> tuple[Result, SideResult]:
+def side_by_side(main: Callable[[], Result], side: Callable[[], SideResult], lanes: Lanes | None) -> tuple[Result, SideResult]:
     """Both results. Overlapped, `main` is recorded first on the current stream and `side` on the alt stream before the join.
 
     The functions, and with them every tensor that they close over, stay referenced until after the join: a block freed
     earlier could be handed out on the main stream while the alt stream still reads it. An exception in `main` leaves nothing
     forked; one in `side` is joined before it goes on, so that a capture can end.
     """
-    if plan.lanes is None:
+    if lanes is None:
         first = main()
         return first, side()
-    fork = plan.lanes.fork()
+    fork = lanes.fork()
     first = main()
     try:
-        with plan.lanes.alt(fork):
+        with lanes.alt(fork):
             second = side()
     finally:
-        plan.lanes.join()
+        lanes.join()
     return first, second
