@@ -50,14 +50,10 @@ class PromptTokens:
 
     def of(self, item: Item) -> tuple[list[int], list[int]]:
         """(prompt, right answer with the end of the turn)."""
-        prompt, answer = self.texts(item)
-        return self._ids(prompt), self._ids(answer)
+        prompt, answer = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in self.texts(item))
+        return prompt, answer
 
     def texts(self, item: Item) -> tuple[str, str]:
         """The same as texts, special tokens written out."""
         prompt = self._template.render(messages=item.messages, add_generation_prompt=True, **self._names)
         return prompt, item.answer + self._names["eos_token"]
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids

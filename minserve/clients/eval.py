@@ -112,15 +112,9 @@ async def run_arithmetic(
 
 
 async def _ask_all(client: OpenAIClient, model: str, items: list[Item], concurrency: int, progress: Progress) -> Pass:
-    task = progress.add_task(f"chat, {concurrency} at a time", total=len(items))
-
-    async def ask(item: Item) -> Answer:
-        answer = await _ask(client, model, item)
-        progress.advance(task)
-        return answer
-
     begun = time.monotonic()
-    answers = await _at_most(concurrency, ask, items)
+    task = progress.add_task(f"chat, {concurrency} at a time", total=len(items))
+    answers = await _at_most(concurrency, lambda item: _ask(client, model, item), items, lambda: progress.advance(task))
     return Pass(concurrency, time.monotonic() - begun, answers)
 
 
@@ -147,11 +141,10 @@ async def _echo_all(
     async def echo(item: Item) -> tuple[float, float, int]:
         prompt, answer = tokens.of(item)
         values = await _echo(client, model, prompt + answer)
-        progress.advance(task)
         return sum(values[: len(prompt) - 1]), sum(values[len(prompt) - 1 :]), len(prompt) - 1
 
     try:
-        measured = await _at_most(concurrency, echo, items)
+        measured = await _at_most(concurrency, echo, items, lambda: progress.advance(task))
     except RequestRefused as refusal:
         return [
             f"no log-probabilities of prompts and right answers: /v1/completions with echo and logprobs was refused: {refusal}"
@@ -180,13 +173,17 @@ async def _echo(client: OpenAIClient, model: str, token_ids: list[int]) -> list[
     return [float(value) for value in echoed]
 
 
-async def _at_most(concurrency: int, ask: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
+async def _at_most(
+    concurrency: int, ask: Callable[[T], Awaitable[R]], items: Sequence[T], answered: Callable[[], None]
+) -> list[R]:
     """`ask` of every item, in order of the items, never more than `concurrency` at once; the first failure ends the rest."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(item: T) -> R:
         async with gate:
-            return await ask(item)
+            answer = await ask(item)
+        answered()
+        return answer
 
     tasks = [asyncio.ensure_future(one(item)) for item in items]
     try:
