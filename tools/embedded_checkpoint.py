@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,35 @@ _BLOCK_NAMES = {
     "kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "kv_b": "self_attn.kv_b_proj.weight",
     "o": "self_attn.o_proj.weight",
+}
+
+_SHAPE = {
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+    "dense_width": "intermediate_size",
+    "expert_width": "moe_intermediate_size",
+    "experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "groups": "n_group",
+    "top_k_groups": "topk_group",
+    "scale": "routed_scaling_factor",
+    "epsilon": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+"""ModelShape's fields as config.json calls them, and below as its rope_scaling does."""
+_YARN = {
+    "yarn_factor": "factor",
+    "yarn_original": "original_max_position_embeddings",
+    "yarn_fast": "beta_fast",
+    "yarn_slow": "beta_slow",
+    "yarn_mscale": "mscale",
 }
 
 
@@ -75,6 +105,7 @@ def load_checkpoint(directory: Path) -> EmbeddedModel:
 
 def published_config(shape: ModelShape) -> dict[str, object]:
     """config.json with the fields and spelling of the published DeepSeek-V3 checkpoints."""
+    yarn = {name: getattr(shape, field) for field, name in _YARN.items()}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -82,78 +113,28 @@ def published_config(shape: ModelShape) -> dict[str, object]:
         "ep_size": 1,
         "first_k_dense_replace": 1,
         "hidden_act": "silu",
-        "hidden_size": shape.hidden,
         "initializer_range": 0.02,
-        "intermediate_size": shape.dense_width,
-        "kv_lora_rank": shape.kv_lora_rank,
         "max_position_embeddings": shape.max_positions,
         "model_type": "deepseek_v3",
-        "moe_intermediate_size": shape.expert_width,
         "moe_layer_freq": 1,
-        "n_group": shape.groups,
-        "n_routed_experts": shape.experts,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
-        "num_attention_heads": shape.heads,
-        "num_experts_per_tok": shape.top_k,
-        "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.heads,
         "num_nextn_predict_layers": 0,
-        "q_lora_rank": shape.q_lora_rank,
-        "qk_nope_head_dim": shape.nope_dim,
-        "qk_rope_head_dim": shape.rope_dim,
-        "rms_norm_eps": shape.epsilon,
-        "rope_scaling": {
-            "beta_fast": shape.yarn_fast,
-            "beta_slow": shape.yarn_slow,
-            "factor": shape.yarn_factor,
-            "mscale": shape.yarn_mscale,
-            "mscale_all_dim": shape.yarn_mscale,
-            "original_max_position_embeddings": shape.yarn_original,
-            "type": "yarn",
-        },
-        "rope_theta": shape.rope_theta,
-        "routed_scaling_factor": shape.scale,
+        "rope_scaling": yarn | {"mscale_all_dim": shape.yarn_mscale, "type": "yarn"},
         "scoring_func": "sigmoid",
         "tie_word_embeddings": False,
-        "topk_group": shape.top_k_groups,
         "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16",
         "use_cache": True,
-        "v_head_dim": shape.value_dim,
-        "vocab_size": shape.vocab_size,
-    }
+    } | {name: getattr(shape, field) for field, name in _SHAPE.items()}
 
 
-def shape_from_config(config: dict[str, object]) -> ModelShape:
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The inverse of `published_config`."""
-    rope = config["rope_scaling"]
-    assert isinstance(rope, dict)
-    integers = {
-        "vocab_size": "vocab_size",
-        "hidden": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "q_lora_rank": "q_lora_rank",
-        "kv_lora_rank": "kv_lora_rank",
-        "nope_dim": "qk_nope_head_dim",
-        "rope_dim": "qk_rope_head_dim",
-        "value_dim": "v_head_dim",
-        "dense_width": "intermediate_size",
-        "expert_width": "moe_intermediate_size",
-        "experts": "n_routed_experts",
-        "top_k": "num_experts_per_tok",
-        "groups": "n_group",
-        "top_k_groups": "topk_group",
-    }
-    sizes = {field: int(str(config[name])) for field, name in integers.items()}
-    return ModelShape(
-        **sizes,
-        scale=float(str(config["routed_scaling_factor"])),
-        yarn_factor=float(rope["factor"]),
-        yarn_original=int(rope["original_max_position_embeddings"]),
-    )
+    sizes = {field: config[name] for field, name in _SHAPE.items()}
+    return ModelShape(**sizes, **{field: config["rope_scaling"][name] for field, name in _YARN.items()})
 
 
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -37,7 +37,6 @@ PERIOD = 33_554_467
 SHARD_BYTES = 4e9
 READ_BYTES = 16 << 20
 READ_THREADS = 8
-KINDS = ("minserve", "pinned copy", "load_file")
 
 
 def write_checkpoint(directory: Path, num_bytes: float) -> int:
@@ -184,9 +183,9 @@ def time_pinned_copy(_directory: Path, device: torch.device, _threads: int | Non
     return {"seconds": time.perf_counter() - began, "bytes": size * rounds}
 
 
-TIMED: dict[str, Callable[[Path, torch.device, int | None], dict[str, float]]] = dict(
-    zip(KINDS, (time_minserve, time_pinned_copy, time_load_file), strict=True)
-)
+KINDS: dict[str, Callable[[Path, torch.device, int | None], dict[str, float]]] = {
+    "minserve": time_minserve, "pinned copy": time_pinned_copy, "load_file": time_load_file,
+}  # fmt: skip
 
 
 def _synchronize(device: torch.device) -> None:
@@ -207,7 +206,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     read_all(files)
     results: dict[str, Any] = {"plain reads": [{"gb_per_second": read_all(files)} for _ in range(options.repeat)]}
     say = sys.stdout.write
-    for kind in KINDS * options.repeat:
+    for kind in [*KINDS] * options.repeat:
         results.setdefault(kind, []).append(in_child(kind, directory, options))
         say(f"{kind}: {results[kind][-1]['gb_per_second']:.1f} GB/s\n")
         sys.stdout.flush()
@@ -230,7 +229,7 @@ def main() -> int:
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        result = TIMED[options.one](options.directory, torch.device(options.device), options.threads)
+        result = KINDS[options.one](options.directory, torch.device(options.device), options.threads)
         sys.stdout.write(json.dumps(result))
         return 0
     directory = options.directory or Path(tempfile.mkdtemp(prefix="minserve-load-"))

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tools import arithmetic_tasks, embedded_measure
+from tools import arithmetic_tasks
 from tools.embedded_checkpoint import save_checkpoint
 from tools.embedded_model import Arithmetic, EmbeddedModel, Fault, ModelShape
 from tools.embedded_tokenizer import build_tokenizer, save_tokenizer
-from tools.held_out_reference import write_reference
+from tools.held_out_reference import by_part, write_reference
 from tools.matrix_optimizer import MatrixOptimizer
 from tools.training_batches import CachedEncoder, TrainingBatches
 
@@ -124,7 +124,7 @@ def train(
         if step % report_every == 0:
             loss = torch.stack(learner.losses).mean().item()
             learner.losses.clear()
-            parts = embedded_measure.by_part(learner.model, encoder, watched, "mixed" if device.type == "cuda" else "float32")
+            parts = by_part(learner.model, encoder, watched, "mixed" if device.type == "cuda" else "float32")
             shown = " ".join(f"{part} {value:.3f}" for part, value in parts.items())
             _say(f"{time.monotonic() - begun:6.1f} s, step {step}: loss {loss:.4f}, accuracy {shown}")
 

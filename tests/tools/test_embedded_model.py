@@ -11,9 +11,9 @@ import torch
 from minserve.clients.arithmetic_reference import load_reference
 from minserve.config import EMBEDDED_DIRECTORY
 from tools.embedded_checkpoint import load_checkpoint, published_config, save_checkpoint
-from tools.embedded_measure import measure
 from tools.embedded_model import EmbeddedModel, Fault, ModelShape
 from tools.fault_table import Bench, Line
+from tools.held_out_reference import SEED, measure
 from tools.matrix_optimizer import orthogonalised
 from tools.server_faults import ServerFault, server_faults
 from tools.train_embedded import Learner
@@ -142,7 +142,6 @@ def test_the_stored_values_are_the_trainers() -> None:
     from tokenizers import Tokenizer
 
     from tools.arithmetic_tasks import held_out_conversations
-    from tools.held_out_reference import SEED
 
     encoder = CachedEncoder(Tokenizer.from_file(str(EMBEDDED_DIRECTORY / "tokenizer.json")))
     conversations = held_out_conversations(SEED, 2)
