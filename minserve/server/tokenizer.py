@@ -18,8 +18,6 @@ from minserve.server.detokenizer import Detokenizer
 from minserve.server.encoders import AddedToken, Encoder, JsonEncoder, NumberEncoder, TiktokenEncoder, read_file
 from minserve.server.token_pieces import TokenPieces
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 class _NamedTemplate(msgspec.Struct):
     name: str
@@ -40,6 +38,12 @@ class _TokenizerConfig(msgspec.Struct):
     added_tokens_decoder: dict[int, AddedToken] = {}
     chat_template: str | list[_NamedTemplate] | None = None
 
+    def named_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` and kin to their text."""
+        tokens = {name: getattr(self, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+        given = {f"{name}_token": token for name, token in tokens.items() if token is not None}
+        return {name: token if isinstance(token, str) else token.content for name, token in given.items()}
+
 
 class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
@@ -57,26 +61,22 @@ class Tokenizer:
     """Read-only after load; every method may be called from any thread."""
 
     def __init__(
-        self,
-        encoder: Encoder,
-        *,
-        special_tokens: Mapping[str, str],
-        add_bos: bool | None,
-        extra_eos_token_ids: Iterable[int],
-        templates: Mapping[str, str],
+        self, encoder: Encoder, config: _TokenizerConfig, generation: _GenerationConfig, templates: Mapping[str, str]
     ) -> None:
-        """`special_tokens`: `bos_token`, `eos_token` and kin to their text. `add_bos` None leaves it to the file format."""
+        """`templates`: name to source."""
         self._encoder = encoder
         self.pieces: TokenPieces = encoder.pieces
-        self.template = ChatTemplate(templates, special_tokens)
-        self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
-        eos = self.token_id(special_tokens.get("eos_token"))
-        self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
+        named = config.named_tokens()
+        self.template = ChatTemplate(templates, named)
+        self.bos_token_id = self.token_id(named.get("bos_token"))
+        more = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        ends = [self.token_id(named.get("eos_token")), *more]
+        self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
         """Of tokenizer_config.json and generation_config.json; the engine adds config.json's."""
-        if add_bos is None:
+        if config.add_bos_token is None:
             self._leading_ids = encoder.leading_ids()
         else:
-            self._leading_ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+            self._leading_ids = [self.bos_token_id] if config.add_bos_token and self.bos_token_id is not None else []
 
     @classmethod
     def load(
@@ -93,15 +93,8 @@ class Tokenizer:
             raise UsageError(f"--tokenizer: {directory} is not a directory")
         config = _read(directory / "tokenizer_config.json", _TokenizerConfig)
         generation = _read(model_dir / "generation_config.json", _GenerationConfig)
-        named = {name: getattr(config, name) for name in _NAMED_TOKENS}
-        eos = generation.eos_token_id
-        return cls(
-            _encoder(directory, config.added_tokens_decoder, dummy=dummy),
-            special_tokens={name: t if isinstance(t, str) else t.content for name, t in named.items() if t is not None},
-            add_bos=config.add_bos_token,
-            extra_eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
-            templates=_templates(directory, config, chat_template),
-        )
+        encoder = _encoder(directory, config.added_tokens_decoder, dummy=dummy)
+        return cls(encoder, config, generation, _templates(directory, config, chat_template))
 
     @property
     def vocab_size(self) -> int:
