@@ -6,7 +6,7 @@ Length-prefixed msgpack over a Unix stream socket, one message a step. EOF is th
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -128,6 +128,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+_Message = TypeVar("_Message")
 ToEngine = AddRequests | AbortRequests | FinishRequest | Vocabulary | Call | Shutdown
 ToFront = Starting | Ready | StepOutputs | Reply | Fatal
 
@@ -184,15 +185,16 @@ class FrameReader:
 
 def decode_to_engine(body: bytes) -> ToEngine:
     """Raises FrameError when the body is no message for an engine."""
-    try:
-        return _to_engine.decode(body)
-    except msgspec.MsgspecError as error:
-        raise FrameError(str(error)) from error
+    return _decode(_to_engine, body)
 
 
 def decode_to_front(body: bytes) -> ToFront:
     """Raises FrameError when the body is no message for the front."""
+    return _decode(_to_front, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
     try:
-        return _to_front.decode(body)
+        return decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise FrameError(str(error)) from error

@@ -129,16 +129,19 @@ class BatchBuilder:
 
     def padding(self, rows: int) -> ScheduledStep:
         """A decode step of the scratch slot alone: what a graph is warmed up and recorded with. Reads and writes page 0 only."""
-        row = ScheduledRow(request_id=0, slot=self._scratch_slot, start=0, num_tokens=1, write_from=1, samples=True)
-        return ScheduledStep.of(0, (row,) * rows, rows)
+        return ScheduledStep.of(0, [self._padding_row(1, samples=True)] * rows, rows)
 
     def padding_prompts(self, tokens: int) -> ScheduledStep:
         """The same for a mixed step: prompts of the scratch slot, so many tokens together or as many as fit."""
         longest = self.max_pages * self.page_size
         lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)][: self._scratch_slot]
-        padding = {"request_id": 0, "slot": self._scratch_slot, "start": 0}
-        rows = [ScheduledRow(**padding, num_tokens=count, token_ids=(0,) * count, write_from=count) for count in lengths]
-        return ScheduledStep.of(0, rows)
+        return ScheduledStep.of(0, [self._padding_row(length, (0,) * length) for length in lengths])
+
+    def _padding_row(self, num_tokens: int, token_ids: tuple[int, ...] = (), *, samples: bool = False) -> ScheduledRow:
+        return ScheduledRow(
+            request_id=0, slot=self._scratch_slot, start=0, num_tokens=num_tokens, token_ids=token_ids, write_from=num_tokens,
+            samples=samples,
+        )  # fmt: skip
 
     def stage(
         self, step: ScheduledStep, padded: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
@@ -146,37 +149,34 @@ class BatchBuilder:
         """Lay a step out on the host. `padded` fills a step of decode rows alone up to so many rows, a mixed one up to so many
         tokens and to `mixed_rows` rows; `masked` makes padding of all rows, which no expert computes."""
         rows = step.rows
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
         self._update_tables(step)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        ends = np.cumsum(lengths)
+        numbers = [(row.slot, row.start, row.num_tokens, row.write_from, row.samples) for row in rows]
+        slots, starts, lengths, write_from, sampling = np.array(numbers, dtype=np.int64).T
+        ends, samples, seq_lens = np.cumsum(lengths), sampling.astype(bool), starts + lengths
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = starts[row_of] + np.arange(step.num_tokens) - (ends - lengths)[row_of]
-        samples = np.array([row.samples for row in rows], dtype=bool)
         padded_rows = len(rows) if padded is None else padded if step.decodes_only else self.mixed_rows
         padding, tokens = padded_rows - len(rows), step.num_tokens if padded is None else padded
         if padding < 0 or tokens < step.num_tokens:
             raise ValueError(f"a step of {step.num_tokens} tokens in {len(rows)} rows cannot be padded to {padded}")
         each = int(step.decodes_only)  # tokens of a padding row
-        seq_lens = starts + lengths
         width = self.max_pages if padded is not None else max(1, -(-int(seq_lens.max()) // self.page_size))
         self._staging.reverse()
-        pad = np.zeros(padding, dtype=np.int64)
+        filler = np.full(padding, self._scratch_slot)
         token_ids = np.zeros(step.num_tokens, dtype=np.int64)
         token_ids[step.num_decode_rows :] = [token for row in rows for token in row.token_ids]
         sample_index = np.concatenate((ends[samples] - 1, step.num_tokens + np.arange(each * padding)))
-        sample_slots = np.concatenate((slots[samples], pad[: each * padding] + self._scratch_slot))
-        slot_mapping = self._slot_mapping(step, slots[row_of], positions, row_of)
+        sample_slots = np.concatenate((slots[samples], filler[: each * padding]))
+        slot_mapping = self._slot_mapping(slots[row_of], positions, write_from[row_of])
         long, first = _lay_out(
             (token_ids, positions, slot_mapping, sample_index, sample_slots),
             _long_sizes(tokens, len(sample_slots)), self._staging[0][0], self._device_long,
         )  # fmt: skip
         query_starts = np.concatenate(([0], ends, ends[-1] + each * (1 + np.arange(padding))))
-        table = self._tables[np.concatenate((slots, pad + self._scratch_slot)), :width]
+        table = self._tables[np.concatenate((slots, filler)), :width]
         count = np.array([0 if masked else step.num_tokens])
         short, second = _lay_out(
-            (query_starts, np.concatenate((seq_lens, pad + each)), count, table.ravel()),
+            (query_starts, np.concatenate((seq_lens, np.full(padding, each))), count, table.ravel()),
             _short_sizes(padded_rows, width), self._staging[0][1], self._device_short,
         )  # fmt: skip
         filling = (each,) * padding
@@ -211,11 +211,10 @@ class BatchBuilder:
                     table[:] = DUMMY_PAGE
                 table[row.table_offset : row.table_offset + len(row.new_pages)] = row.new_pages
 
-    def _slot_mapping(self, step: ScheduledStep, token_slots: Ints, positions: Ints, row_of: Ints) -> Ints:
+    def _slot_mapping(self, token_slots: Ints, positions: Ints, write_from: Ints) -> Ints:
         """page * page_size + offset of each token; what lies in shared pages already is written to the dummy page instead."""
         offsets = positions % self.page_size
         pages = self._tables[token_slots, positions // self.page_size].astype(np.int64)
-        write_from = np.array([row.write_from for row in step.rows], dtype=np.int64)[row_of]
         pages[positions < write_from] = DUMMY_PAGE
         return pages * self.page_size + offsets
 

@@ -102,16 +102,11 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         config = Config(
             model=str(directory),
             load_format="dummy",
-            device=options.device,
-            dtype=options.dtype,
-            stack=options.stack,
             max_num_seqs=max(options.batch),
             shared_expert="fused" if options.shared_expert == ["fused"] else "serial",  # which may be overlapped at any time
-            ep_size=options.ep_size,
-            moe_dispatcher=options.moe_dispatcher,
+            **{name: getattr(options, name) for name in ("device", "dtype", "stack", "ep_size", "moe_dispatcher")},
         )
         group = bench_ranks.join(on_gpus=options.device != "cpu")
-        raw = json.loads((directory / "config.json").read_text())
         model_config = load_model_config(directory)
         if options.context > model_config.max_position_embeddings:
             raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
@@ -120,7 +115,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         model, *_ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"), exchange)
     _skew(model, options.skew)
     group.wait_for_all("loaded")
-    shape = roofline.shape_from_config(raw)
+    shape = roofline.shape_from_config(model_config.raw)
     loaded = time.monotonic()
     rows: list[dict[str, Any]] = []
     hit: dict[int, float | None] = {}

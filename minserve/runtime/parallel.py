@@ -52,37 +52,33 @@ class Group:
 
     def prove_equal(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise, RankLost."""
-        if self.store is None:
-            return
-        with self._store_lost():
-            self.store.set(f"facts/{self.seat.rank}", json.dumps(facts))
-            told = {rank: json.loads(self.store.get(f"facts/{rank}")) for rank in range(self.seat.num_ranks)}
-            self.store.set(f"facts read/{self.seat.rank}", "")
-            if self.seat.rank == 0:  # the others read from this process, which must not end before they have
-                self.store.wait([f"facts read/{rank}" for rank in told])
+        told = [json.loads(theirs) for theirs in self._gather("facts", json.dumps(facts))]
+        if self.store is not None:
+            with self._store_lost():
+                self.store.set(f"facts read/{self.seat.rank}", "")
+                if self.seat.rank == 0:  # the others read from this process, which must not end before they have
+                    self.store.wait([f"facts read/{rank}" for rank in range(len(told))])
         for name, value in facts.items():
-            for rank, theirs in told.items():
+            for rank, theirs in enumerate(told):
                 if theirs.get(name) != value:
-                    raise UsageError(
-                        f"all ranks need the same {name}: it is {value} on rank {self.seat.rank} and "
-                        f"{theirs.get(name)} on rank {rank}"
-                    )
+                    here, there = f"{value} on rank {self.seat.rank}", f"{theirs.get(name)} on rank {rank}"
+                    raise UsageError(f"all ranks need the same {name}: it is {here} and {there}")
 
     def least(self, what: str, value: int) -> int:
         """The smallest of all ranks' values. Raises RankLost."""
-        if self.store is None:
-            return value
-        with self._store_lost():
-            self.store.set(f"{what}/{self.seat.rank}", str(value))
-            return min(int(self.store.get(f"{what}/{rank}")) for rank in range(self.seat.num_ranks))
+        return min(map(int, self._gather(what, str(value))))
 
     def wait_for_all(self, what: str) -> None:
         """Returns once every rank has come here, however long that takes. Raises RankLost."""
+        self._gather(what, "")
+
+    def _gather(self, what: str, value: str) -> list[str]:
+        """Every rank's value, in order of rank."""
         if self.store is None:
-            return
+            return [value]
         with self._store_lost():
-            self.store.set(f"{what}/{self.seat.rank}", "")
-            self.store.wait([f"{what}/{rank}" for rank in range(self.seat.num_ranks)])
+            self.store.set(f"{what}/{self.seat.rank}", value)
+            return [self.store.get(f"{what}/{rank}").decode() for rank in range(self.seat.num_ranks)]
 
     @contextlib.contextmanager
     def _store_lost(self) -> Iterator[None]:

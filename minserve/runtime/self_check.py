@@ -35,7 +35,6 @@ _ROW_PAGES = 4
 _LONG_ROW_TOKENS = 2048
 _STATE = ("output_index", "last_tokens", "broken_rows", "token_counts")
 """What sampling writes."""
-_PARAMETERS = ("reals", "integers")
 _MARK = "spin_kernel"
 """What the profiler calls the kernel of torch.cuda._sleep."""
 
@@ -76,7 +75,7 @@ def check_graphs(
     trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
     if runner.mixed_graphs is not None:
         trials += [Trial(size, "argmax", size - size // 8, len(trials) + size, "mixed") for size in runner.mixed_graphs.sizes]
-    before = _copies(runner.sampler, (*_STATE[:-1], *_PARAMETERS))
+    before = _copies(runner.sampler, (*_STATE[:-1], "reals", "integers"))
     try:
         for layer in runner.kv_cache:
             layer.fill_(torch.nan)
@@ -88,8 +87,7 @@ def check_graphs(
     finally:
         for layer in runner.kv_cache:
             layer.zero_()
-        for name, values in before.items():
-            getattr(runner.sampler, name).copy_(values)
+        _put_back(runner.sampler, before)
         runner.sampler.token_counts.zero_()
         runner.sampler.in_prompt.zero_()
     on_progress(1.0)
@@ -112,19 +110,17 @@ def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: i
 @torch.inference_mode()
 def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
     dice = random.Random(trial.seed)
-    if trial.kind == "decode":
-        step = _random_step(runner, trial, dice)
-    else:
-        step = _random_mixed_step(runner, trial, dice)
-        trial = dataclasses.replace(trial, real=step.num_tokens)
-    graphs: StepGraphs[Any] | None = runner.graphs if trial.kind == "decode" else runner.mixed_graphs
+    decodes = trial.kind == "decode"
+    step = (_random_step if decodes else _random_mixed_step)(runner, trial, dice)
+    trial = dataclasses.replace(trial, real=step.num_tokens)
+    graphs: StepGraphs[Any] | None = runner.graphs if decodes else runner.mixed_graphs
     assert graphs is not None
     slots = torch.tensor([row.slot for row in step.rows], device=runner.device)
     _set_up_slots(runner.sampler, step, trial.variant, dice)
     if poison is not None:
         runner.sampler.last_tokens[runner.limits.max_num_seqs].fill_(poison)
     batch = runner.batches.to_device(runner.batches.stage(step, trial.size))
-    if trial.kind == "decode":
+    if decodes:
         batch = _poison_padding(batch, trial.real)
     else:
         runner.fill_in_tokens(batch)
@@ -135,8 +131,7 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
     written = _Places(runner, batch.attention.slot_mapping[: trial.real])
 
     def outcome(run: Callable[[], Sampled | tuple[Tensor]]) -> dict[str, Tensor]:
-        for name, values in start.items():
-            getattr(runner.sampler, name).copy_(values)
+        _put_back(runner.sampler, start)
         written.poison()
         return _results(run(), runner, written, slots, trial.real)
 
@@ -147,13 +142,13 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
         return result
 
     def eager() -> Sampled | tuple[Tensor]:
-        return runner.forward_and_sample(batch, plan, trial.variant) if trial.kind == "decode" else (runner.forward(batch, plan),)
+        return runner.forward_and_sample(batch, plan, trial.variant) if decodes else (runner.forward(batch, plan),)
 
     first = outcome(replay)
     _compare(trial, "replayed twice with the same inputs, it does not repeat itself", first, outcome(replay))
     _compare(trial, "it does not equal an eager run of the same batch", first, outcome(eager))
-    for name in [name for name in ("hidden", "logits", "KV entries") if name in first]:
-        broken = (~first[name].isfinite()).flatten(1).any(1)
+    for name, values in first.items():
+        broken = (~values.isfinite()).reshape(len(values), -1).any(1)
         if bool(broken.any()):
             raise SelfCheckFailed(f"{trial}: {name} of {_rows(broken)} are not numbers; padding or unused cache reaches them")
     _clear_cache(runner, step)
@@ -316,6 +311,11 @@ def _rows(flags: Tensor) -> str:
 
 def _copies(sampler: SamplerState, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: getattr(sampler, name).clone() for name in names}
+
+
+def _put_back(sampler: SamplerState, copies: dict[str, Tensor]) -> None:
+    for name, values in copies.items():
+        getattr(sampler, name).copy_(values)
 
 
 # streams

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minserve.messages import Starting
 
@@ -31,21 +31,18 @@ class Timeline:
         self._phase = first_phase
         self._began = time.monotonic() - process_age()
         self._told_at = 0.0
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if sys.stderr is not None and sys.stderr.isatty():
-            columns = TextColumn("{task.description:>10}"), BarColumn(40), TextColumn("{task.percentage:>3.0f}%")
-            more = TimeElapsedColumn(), TextColumn("{task.fields[detail]}")
-            self._bar = Progress(*columns, *more, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(first_phase, total=1.0, detail="")
-            self._bar.start()
+        on_terminal = sys.stderr is not None and sys.stderr.isatty()
+        columns = TextColumn("{task.description:>10}"), BarColumn(40), TextColumn("{task.percentage:>3.0f}%")
+        more = TimeElapsedColumn(), TextColumn("{task.fields[detail]}")
+        self._bar = Progress(*columns, *more, console=Console(stderr=True), transient=True, disable=not on_terminal)
+        self._task = self._bar.add_task(first_phase, total=1.0, detail="")
+        self._bar.start()
 
     def begin(self, phase: str) -> None:
         """End the running phase and start this one. A name that was there before goes on counting."""
         self._end_phase()
         self._phase = phase
-        if self._bar is not None:
-            self._bar.reset(self._task, description=phase, total=1.0, detail="")
+        self._bar.reset(self._task, description=phase, total=1.0, detail="")
         self._tell(Starting(phase, 0.0))
         self._told_at = time.monotonic()
 
@@ -56,8 +53,7 @@ class Timeline:
             return
         self._told_at = now
         self._tell(Starting(self._phase, min(1.0, max(0.0, fraction))))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=fraction, detail=detail)
+        self._bar.update(self._task, completed=fraction, detail=detail)
 
     def finish(self) -> dict[str, float]:
         """End the last phase: phase to seconds, in order."""
@@ -67,14 +63,13 @@ class Timeline:
 
     def stop(self) -> None:
         """Take the bar off the terminal, also after a failed start."""
-        if self._bar is not None:
+        if not self._bar.disable:
             self._bar.stop()
-            self._bar = None
 
     def _end_phase(self) -> None:
         now = time.monotonic()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._began
-        if self._bar is None:
+        if self._bar.disable:
             log.info("start: %s took %.2f s", self._phase, now - self._began)
         self._began = now
 
