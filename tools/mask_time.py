@@ -6,6 +6,7 @@ Last line JSON: milliseconds a step. Knows the engine's grammars and sampler; ru
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -71,6 +72,7 @@ def begin(grammars: Grammars, asked: list[Request]) -> float:
 
 
 def measure(rows: int, vocab_size: int, steps: int) -> dict[str, float]:
+    """Milliseconds, the first four of each step: masks on the clock and of all cores, sampling on a CPU, what tokens do."""
     grammars = Grammars(vocab_size)
     began = time.perf_counter()
     grammars.set_vocabulary(vocabulary(vocab_size), [vocab_size - 1])
@@ -82,41 +84,30 @@ def measure(rows: int, vocab_size: int, steps: int) -> dict[str, float]:
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
     scheduled = tuple(ScheduledRow(request_id=n, slot=n, start=0, num_tokens=1, samples=True) for n in range(rows))
     step = ScheduledStep(number=1, rows=scheduled, num_decode_rows=rows, num_tokens=rows)
-    mask_times, mask_cpu_times, apply_times, advance_times = [], [], [], []
+    spent = []
     for number in range(steps):
-        began, cpu_began = time.perf_counter(), time.process_time()
+        moved = logits.roll(7919 * number, dims=1)
+        at, cpu = [time.perf_counter()], time.process_time()
         masks = grammars.masks(step)
-        masked, cpu_masked = time.perf_counter(), time.process_time()
+        at, cpu = [*at, time.perf_counter()], time.process_time() - cpu
         if masks is None or grammars.failures():
             raise RuntimeError("a grammar could not be followed")
-        moved = logits.roll(7919 * number, dims=1)
-        before = time.perf_counter()
         tokens = sample(moved, slots, state, "argmax")
         places = torch.tensor(masks.rows)
         again = sample_again(moved[places], places, tokens[places], masks.bits, state, "argmax")
-        applied = time.perf_counter()
+        at.append(time.perf_counter())
         outputs = [TokenOutput(request_id=row, token_ids=(token,)) for row, token in zip(masks.rows, again.tolist(), strict=True)]
         told = grammars.advance(outputs)
-        mask_times.append(masked - began)
-        mask_cpu_times.append(cpu_masked - cpu_began)
-        apply_times.append(applied - before)
-        advance_times.append(time.perf_counter() - applied)
+        at.append(time.perf_counter())
+        mask, sampling, advance = (later - earlier for earlier, later in itertools.pairwise(at))
+        spent.append((mask, cpu, sampling, advance))
         ended = [output.request_id for output in told if output.finish_reason is not None]
         begin(grammars, [asked[row] for row in ended])  # the next request takes the place of one that is through
-    return {
-        "rows": rows,
-        "vocab": vocab_size,
-        "steps": steps,
-        "vocabulary_ms": 1e3 * vocabulary_seconds,
-        "compile_ms": 1e3 * compile_seconds,
-        "mask_ms_mean": 1e3 * statistics.fmean(mask_times),
-        "mask_ms_median": 1e3 * statistics.median(mask_times),
-        "mask_ms_p99": 1e3 * sorted(mask_times)[int(0.99 * (steps - 1))],
-        "mask_cpu_ms_mean": 1e3 * statistics.fmean(mask_cpu_times),
-        "mask_ms_first": 1e3 * mask_times[0],
-        "advance_ms_mean": 1e3 * statistics.fmean(advance_times),
-        "cpu_sampling_ms_mean": 1e3 * statistics.fmean(apply_times),
-    }
+    means = map(statistics.fmean, zip(*spent, strict=True))
+    tail = sorted(mask for mask, *_ in spent)[int(0.99 * (steps - 1))]
+    names = ("mask", "mask_cpu", "cpu_sampling", "advance", "mask_p99", "vocabulary", "compile")
+    seconds = (*means, tail, vocabulary_seconds, compile_seconds)
+    return {"rows": rows, "vocab": vocab_size, **{f"{name}_ms": 1e3 * value for name, value in zip(names, seconds, strict=True)}}
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def compare_with_blobs(blobs: Mapping[Path, str], files: Mapping[Path, str]) -> 
     wrong = []
     for file, blob in blobs.items():
         try:
-            actual = _git_sha1(file) if len(blob) == 40 else files.get(file) or _sha256(file)
+            actual = _git_sha1(file) if len(blob) == 40 else files.get(file) or _digest(file, hashlib.sha256)
             if actual != blob:
                 wrong.append(f"{file.name} ({file.stat().st_size:,} bytes) has {actual}, its blob is {blob}")
         except OSError as error:
@@ -207,10 +207,10 @@ def _hash_file(path: Path, on_bytes: Callable[[int], None], by_tensor: bool) -> 
     buffer = memoryview(bytearray(PIECE_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            _digest(file, tensors[0].begin if tensors else path.stat().st_size, whole, None, buffer, on_bytes)
+            _feed([whole], file, tensors[0].begin if tensors else path.stat().st_size, buffer, on_bytes)
             for tensor in tensors:
                 own = hashlib.sha256()
-                if _digest(file, tensor.num_bytes, whole, own, buffer, on_bytes):
+                if _feed([whole, own], file, tensor.num_bytes, buffer, on_bytes):
                     raise CheckpointError(f"{path}: {tensor.name} was cut short while it was read")
                 entries[tensor.name] = ManifestEntry(tensor.dtype, list(tensor.shape), tensor.num_bytes, own.hexdigest())
     except OSError as error:
@@ -218,22 +218,13 @@ def _hash_file(path: Path, on_bytes: Callable[[int], None], by_tensor: bool) -> 
     return whole.hexdigest(), entries
 
 
-def _digest(
-    file: io.FileIO,
-    count: int,
-    whole: hashlib._Hash,
-    own: hashlib._Hash | None,
-    buffer: memoryview,
-    on_bytes: Callable[[int], None],
+def _feed(
+    digests: Sequence[hashlib._Hash], file: io.FileIO, count: int, buffer: memoryview, on_bytes: Callable[[int], None]
 ) -> int:
     """Feeds the next `count` bytes; how many of them were not there."""
-    while count:
-        got = file.readinto(buffer[: min(count, len(buffer))])
-        if not got:
-            break
-        whole.update(buffer[:got])
-        if own is not None:
-            own.update(buffer[:got])
+    while count and (got := file.readinto(buffer[: min(count, len(buffer))])):
+        for digest in digests:
+            digest.update(buffer[:got])
         on_bytes(got)
         count -= got
     return count
@@ -245,17 +236,14 @@ def _difference(expected: ManifestEntry, actual: ManifestEntry) -> str:
     return f"{actual.bytes:,} bytes"
 
 
-def _sha256(path: Path) -> str:
+def _digest(path: Path, begin: Callable[[], hashlib._Hash]) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, begin).hexdigest()
 
 
 def _git_sha1(path: Path) -> str:
-    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+    header = f"blob {path.stat().st_size}\0".encode()
+    return _digest(path, lambda: hashlib.sha1(header, usedforsecurity=False))
 
 
 if __name__ == "__main__":
