@@ -68,7 +68,7 @@ class CompletionWriter:
         """After all choices: the usage chunk when it was asked for, and the end mark."""
         if not self._asked.stream_options.include_usage:
             return _DONE
-        return self._data + b',"choices":[],"usage":' + _encode(self._generation.usage()) + b"}\n\n" + _DONE
+        return self._data + b',"choices":[],"usage":' + _encode(self._generation.usage().told()) + b"}\n\n" + _DONE
 
     def error(self, error: ApiError) -> bytes:
         """Told in the stream, since the status has been sent; no end mark follows."""
@@ -83,7 +83,7 @@ class CompletionWriter:
             **self._head,
             "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": [self._choice(index, number) for index, number in enumerate(self._best())],
-            "usage": generation.usage(),
+            "usage": generation.usage().told(),
         }
         if self._is_chat:
             if self._asked.prompt_logprobs is not None:
@@ -142,7 +142,7 @@ class CompletionWriter:
     ) -> bytes:
         usage = b""
         if self._asked.stream_options.continuous_usage_stats:
-            usage = b',"usage":' + _encode(self._generation.usage())
+            usage = b',"usage":' + _encode(self._generation.usage().told())
         elif self._asked.stream_options.include_usage:
             usage = b',"usage":null'
         ends = (b',"logprobs":', logprobs, b',"finish_reason":', finish_reason, in_choice, b"}]", beside, usage, b"}\n\n")

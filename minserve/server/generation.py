@@ -9,9 +9,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from minserve.messages import Ready
 from minserve.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
@@ -155,22 +153,23 @@ class Choice:
         return piece
 
 
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """As OpenAI's API shows it. Prompts are counted once however many choices they have; tokens of all choices are summed."""
+class Usage(NamedTuple):
+    """Prompts are counted once however many choices they have; tokens of all choices are summed."""
 
     prompt_tokens: int
     completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    cached_tokens: int
+    reasoning_tokens: int
+
+    def told(self) -> dict[str, Any]:
+        """As OpenAI's API shows it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,14 +241,11 @@ class Generation:
 
     def usage(self) -> Usage:
         """The counts so far."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
         return Usage(
-            prompt_tokens,
-            completion_tokens,
-            prompt_tokens + completion_tokens,
-            PromptTokensDetails(sum(choice.cached_tokens for choice in self.choices[:: self.options.best_of])),
-            CompletionTokensDetails(sum(choice.num_reasoning_tokens for choice in self.choices)),
+            sum(len(prompt.token_ids) for prompt in self.prompts),
+            sum(choice.num_tokens for choice in self.choices),
+            sum(choice.cached_tokens for choice in self.choices[:: self.options.best_of]),
+            sum(choice.num_reasoning_tokens for choice in self.choices),
         )
 
     def abort(self, cause: str, error: ApiError | None = None) -> None:

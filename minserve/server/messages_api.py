@@ -188,11 +188,10 @@ class MessageWriter(BlockWriter):
     def _usage(self) -> dict[str, int]:
         """Tokens read from the cache are counted apart from the other input tokens."""
         counts = self.generation.usage()
-        cached = counts.prompt_tokens_details.cached_tokens
         return {
-            "input_tokens": counts.prompt_tokens - cached,
+            "input_tokens": counts.prompt_tokens - counts.cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
+            "cache_read_input_tokens": counts.cached_tokens,
             "output_tokens": counts.completion_tokens,
         }
 

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Generator, Iterator
 
-from minserve.server.tool_calls import Source, first_mark, unfinished_mark
+from minserve.server.tool_calls import Source, before_marks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class ReasoningParser:
         if text.startswith(opening):
             source.text, self.thinking = text[len(opening) :], True
         if self.thinking:
-            mark = yield from self._think(source)
+            mark: str | None = yield from self._think(source)
             self.thinking = False
             while mark != closing:  # in the content, but the closing tag is still to come, and to be left out
-                before, mark, _ = source.text.partition(closing)
-                certain = len(before) - (0 if mark or source.ended else unfinished_mark(before, (closing,)))
-                yield "", source.take(certain)
-                if not source.take(len(mark)):
+                count, mark = before_marks(source, (closing,))
+                yield "", source.take(count)
+                if mark is None:
                     yield None
+                source.take(len(mark or ""))
             while not (text := source.text.lstrip("\n")):
                 yield None
             source.text = text
@@ -111,13 +111,14 @@ class ReasoningParser:
         while True:
             if not any_reasoning:
                 source.text = source.text.lstrip("\n")
-            found = first_mark(source.text, marks)
-            end = found[0] if found else len(source.text) - unfinished_mark(source.text, marks)
-            reasoning = source.text if source.ended and not found else source.text[:end].rstrip("\n")
+            count, mark = before_marks(source, marks)
+            reasoning = source.text[:count]
+            if mark is not None or not source.ended:
+                reasoning = reasoning.rstrip("\n")
             yield reasoning, ""
             any_reasoning = any_reasoning or bool(reasoning)
-            if found is not None:
-                source.take(end + (len(found[1]) if found[1] == self._tags.closing else 0))
-                return found[1]
+            if mark is not None:
+                source.take(count + (len(mark) if mark == self._tags.closing else 0))
+                return mark
             source.take(len(reasoning))
             yield None

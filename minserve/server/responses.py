@@ -197,10 +197,10 @@ class ResponseWriter(BlockWriter):
             "usage": counts
             and {
                 "input_tokens": counts.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": counts.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": counts.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": counts.completion_tokens_details.reasoning_tokens},
-                "total_tokens": counts.total_tokens,
+                "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+                "total_tokens": counts.prompt_tokens + counts.completion_tokens,
             },
             **self._settings,
         }

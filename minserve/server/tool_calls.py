@@ -94,21 +94,20 @@ def read_content(source: Source, marks: tuple[str, ...], after_call: bool) -> Re
     The mark is None at the text's end. White space at the end is content, but not `after_call`.
     """
     while True:
-        found = first_mark(source.text, marks)
-        if found is not None:
-            start, mark = found
-            text = source.take(start + len(mark))[:start]
-            content = text.rstrip()
+        count, mark = before_marks(source, marks)
+        text = source.text[:count]
+        content = text.rstrip()
+        if mark is not None:
+            source.take(count + len(mark))
             if content:
                 yield content
             return text[len(content) :], mark
         if source.ended:
-            if source.text and not (after_call and source.text.isspace()):
-                yield source.take(len(source.text))
+            if text and not (after_call and not content):
+                yield source.take(count)
             return "", None
-        certain = source.text[: len(source.text) - unfinished_mark(source.text, marks)].rstrip()
-        if certain:
-            yield source.take(len(certain))
+        if content:
+            yield source.take(len(content))
         yield None
 
 
@@ -171,13 +170,10 @@ def read_object(source: Source, end_marks: tuple[str, ...]) -> Reading[None]:
             break
         yield None
     while True:
-        found = first_mark(source.text, end_marks)
-        certain = len(source.text) - (0 if source.ended else unfinished_mark(source.text, end_marks))
-        if found is not None:
-            certain = found[0]
-        if certain:
-            yield CallArguments(source.take(certain))
-        if found is not None or source.ended:
+        count, mark = before_marks(source, end_marks)
+        if count:
+            yield CallArguments(source.take(count))
+        if mark is not None or source.ended:
             return
         yield None
 
@@ -224,6 +220,12 @@ class JsonExtent:
             self.broken = True
         else:
             self.whole = not self._closers
+
+
+def before_marks(source: Source, marks: tuple[str, ...]) -> tuple[int, str | None]:
+    """Characters that are surely none of a mark, up to the earliest one, and that mark if it has come."""
+    found = first_mark(source.text, marks)
+    return found or (len(source.text) - (0 if source.ended else unfinished_mark(source.text, marks)), None)
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
