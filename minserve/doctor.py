@@ -89,11 +89,13 @@ def _python_and_torch(config: Config, facts: Mapping[str, Any], driver: list[str
     if error := facts.get("error"):
         late = error == library_probe.LATE  # a busy machine, more likely than a fault
         yield Finding("software", "torch", "note" if late else "fault", error, "" if late else "pip install 'torch>=2.11,<2.15'")
-        return
-    cuda = facts["cuda"]
-    abi = "C++11 ABI" if facts["cxx11_abi"] else "old C++ ABI"
-    yield Finding("software", "torch", "ok", f"{facts['version']}, {f'CUDA {cuda}' if cuda else 'built without CUDA'}, {abi}")
-    if driver:
+    else:
+        cuda = f"CUDA {facts['cuda']}" if facts["cuda"] else "built without CUDA"
+        abi = "C++11 ABI" if facts["cxx11_abi"] else "old C++ ABI"
+        yield Finding("software", "torch", "ok", f"{facts['version']}, {cuda}, {abi}")
+    if driver and error:
+        yield Finding("software", "driver", "note", f"{driver[0]}; whether torch sees a GPU is not known")
+    elif driver:
         sound = facts["available"] or config.device == "cpu"
         cure = "a torch whose CUDA the driver supports: pip install torch==2.11.0 (CUDA 13: driver 580)"
         said = driver[0] if sound else f"{driver[0]}, but torch sees no GPU"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE
 
 from minserve import __version__, cli, launch
 from minserve.config import Config
@@ -15,7 +16,7 @@ from minserve.errors import CheckpointError, ExitCode
 
 
 def minserve(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "minserve", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "minserve", *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture

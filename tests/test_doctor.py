@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE, once_within, unused_port
 
-from minserve import doctor
+from minserve import doctor, library_probe
 from minserve.config import Config
 from minserve.doctor import Finding, GpuProcess
 from minserve.library_probe import Verdict
@@ -23,7 +24,7 @@ H200 = {"name": "NVIDIA H200", "capability": [9, 0], "free": 138 << 30, "total":
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "minserve", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | variables)
 
 
 def found(output: str, item: str) -> dict[str, Any]:
@@ -31,18 +32,15 @@ def found(output: str, item: str) -> dict[str, Any]:
     return dict(one)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_sound_machine_is_ready_within_ten_seconds(tmp_path: Path) -> None:
-    started = time.monotonic()
-    done = run("--device", "cpu", "--port", str(free_port()), "--kernel-cache", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("ready to serve") and str(tmp_path) in done.stdout
-    assert time.monotonic() - started < 30  # two other tests may share the cores
+    def scenario() -> float:
+        started = time.monotonic()
+        done = run("--device", "cpu", "--port", str(unused_port()), "--kernel-cache", str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.rstrip().endswith("ready to serve") and str(tmp_path) in done.stdout
+        return time.monotonic() - started
+
+    once_within(30, scenario)  # two other tests may share the cores
 
 
 def test_a_busy_port_is_a_fault() -> None:
@@ -55,14 +53,20 @@ def test_a_busy_port_is_a_fault() -> None:
 
 
 def test_a_gpu_asked_for_where_none_is(tmp_path: Path) -> None:
-    done = run("--json", "--device", "cuda", "--port", str(free_port()), CUDA_VISIBLE_DEVICES="", PATH=str(tmp_path))
+    done = run("--json", "--device", "cuda", "--port", str(unused_port()), CUDA_VISIBLE_DEVICES="", PATH=str(tmp_path))
     assert done.returncode == 3
     assert found(done.stdout, "driver")["status"] == "fault"
 
 
+def test_a_torch_that_comes_late_hides_no_missing_driver() -> None:
+    late = {"error": library_probe.LATE}
+    assert statuses(list(doctor._python_and_torch(Config(device="cuda"), late, [])))["driver"] == "fault"
+    assert statuses(list(doctor._python_and_torch(Config(device="cuda"), late, ["580.1"])))["driver"] == "note"
+
+
 def test_a_torch_that_does_not_import_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    done = run("--json", "--port", str(free_port()), PYTHONPATH=str(tmp_path))
+    done = run("--json", "--port", str(unused_port()), PYTHONPATH=str(tmp_path))
     assert done.returncode == 3
     torch = found(done.stdout, "torch")
     assert torch["status"] == "fault" and "libcudart.so.13" in torch["detail"] and "pip install" in torch["remedy"]
@@ -71,7 +75,7 @@ def test_a_torch_that_does_not_import_is_a_fault(tmp_path: Path) -> None:
 def test_the_kernel_cache_that_cannot_be_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    done = run("--json", "--device", "cpu", "--port", str(free_port()), "--kernel-cache", str(file / "below"))
+    done = run("--json", "--device", "cpu", "--port", str(unused_port()), "--kernel-cache", str(file / "below"))
     assert found(done.stdout, "kernel cache")["status"] == "note"
 
 
@@ -79,7 +83,7 @@ def test_links_of_the_hub_cache_that_lead_nowhere(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to(tmp_path / "gone")
-    done = run("--json", "--device", "cpu", "--port", str(free_port()), HF_HUB_CACHE=str(tmp_path))
+    done = run("--json", "--device", "cpu", "--port", str(unused_port()), HF_HUB_CACHE=str(tmp_path))
     hub = found(done.stdout, "hub cache")
     assert hub["status"] == "note" and "model.safetensors" in hub["detail"]
 

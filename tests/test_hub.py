@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 from hub_cache import write_cache
 from safetensors.torch import load_file
+from waiting import PATIENCE
 from weights.toy_model import write_checkpoint
 
 from minserve import hub
@@ -133,7 +134,7 @@ def test_the_commands_take_names(cached: Path) -> None:
 
     def minserve(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "minserve", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
 
     assert json.loads((cached / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
     done = minserve("check", "org/name")

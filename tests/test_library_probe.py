@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE
 
 from minserve import library_probe
 from minserve.library_probe import Library, remedy
@@ -29,7 +30,7 @@ def test_sound_broken_crashing_and_missing_libraries_are_told_apart(environment:
         Library("fake_crash", ("numpy",), "pip install crash"),
         Library("fake_absent", ("no-such-name",), "pip install absent"),
     )
-    sound, broken, crash, absent = library_probe.probe(libraries, environment)
+    sound, broken, crash, absent = library_probe.probe(libraries, environment, PATIENCE)
     assert sound.usable and sound.version is not None and sound.version.startswith("numpy ")
     assert not broken.usable and "libfake.so.3" in broken.detail and "pip install broken" in broken.detail
     assert not crash.usable and "signal 11" in crash.detail
@@ -48,7 +49,7 @@ def test_a_wheel_for_another_torch_is_named_with_its_symbol_and_the_pin(tmp_path
         "extern int _ZN3c1012missing_hereEv(void);\nint PyInit_fake_abi(void) { return _ZN3c1012missing_hereEv(); }\n"
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-z,now", "-o", str(tmp_path / "fake_abi.so"), str(source)], check=True)
-    (verdict,) = library_probe.probe([Library("fake_abi", ("sgl-deep-gemm",), "pip install fake")], environment)
+    (verdict,) = library_probe.probe([Library("fake_abi", ("sgl-deep-gemm",), "pip install fake")], environment, PATIENCE)
     assert not verdict.usable
     assert "_ZN3c1012missing_hereEv" in verdict.detail and "another torch" in verdict.detail
     assert "pip install 'sgl-deep-gemm==" in verdict.detail

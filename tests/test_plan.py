@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import PATIENCE
 
 from minserve import plan_picture
 from minserve.config import Config
@@ -37,7 +38,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def minserve(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "minserve", *words], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "minserve", *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -225,7 +226,7 @@ def test_the_command_prints_a_table_and_exits_0_or_5() -> None:
 def test_the_command_needs_no_torch() -> None:
     """It must answer at once, on a laptop."""
     code = "import sys; from minserve import cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
 
 
 def test_the_picture_has_a_bar_for_each_rank(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE
 
 from minserve.clients import bench_report, bench_serve
 from minserve.clients.bench_report import Sample
@@ -29,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def bench(server: ServerProcess, *words: str) -> tuple[dict[str, Any], str]:
     """The last line, and everything."""
     command = [sys.executable, "-m", "minserve", "bench", "serve", "--base-url", server.base_url, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
@@ -40,7 +41,8 @@ def test_fixed_lengths_at_a_known_pace(server: ServerProcess, tmp_path: Path) ->
     report, text = bench(server, "--num-prompts", "10", "--concurrency", "5", "--input-len", "33", "--output_len", "20", *plot)
     assert (report["completed"], report["failed"]) == (10, 0)
     assert (report["total_prompt_tokens"], report["total_output_tokens"]) == (330, 200)
-    assert 8.0 < report["tpot_ms_p50"] < 30.0, "100 tokens a second are 10 ms each"
+    assert report["tpot_ms_p50"] > 8.0, "100 tokens a second are 10 ms each"
+    assert 19 * report["tpot_ms_p50"] < report["e2e_ms_max"]
     assert 0.0 < report["ttft_ms_p50"] <= report["ttft_ms_p90"] <= report["ttft_ms_p99"] <= report["ttft_ms_max"]
     assert report["e2e_ms_mean"] > 19 * 8.0
     assert report["output_tokens_per_second"] == pytest.approx(200 / report["seconds"])

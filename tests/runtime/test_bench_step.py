@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from tiny_checkpoints import write_checkpoint
+from waiting import PATIENCE
 
 from minserve import roofline
 from minserve.errors import ExitCode
@@ -65,7 +66,7 @@ def test_ranks_step_together_and_the_first_one_tells(shape):
         [sys.executable, "-m", "minserve.runtime.bench_step", *words, "--ep-size", "2", "--skew", "1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
@@ -80,7 +81,7 @@ def test_through_the_command_line(shape):
         [sys.executable, "-m", "minserve", "bench", "step", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["bench"] == "step"

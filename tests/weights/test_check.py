@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_checkpoints import write_release
 from safetensors.torch import load_file, save_file
+from waiting import PATIENCE
 from weights.toy_model import write_checkpoint
 
 from minserve.config import Config
@@ -31,7 +32,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 def minserve_check(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "minserve", "check", *map(str, words)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "minserve", "check", *map(str, words)], capture_output=True, text=True, timeout=PATIENCE
     )
 
 
