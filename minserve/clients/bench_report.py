@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +157,10 @@ def draw(samples: Sequence[Sample], report: Report, path: Path) -> None:
     first, gaps, rate = figure.subplots(1, 3)
     first.plot([sample.begun - origin for sample in good], [sample.first * 1000 for sample in good], ".")
     first.set(xlabel="sent at, s", ylabel="time to first token, ms", ylim=(0, None))
-    _distribution(gaps.plot, sorted(gap * 1000 for sample in good for gap in sample.gaps))
+    ordered = sorted(gap * 1000 for sample in good for gap in sample.gaps)
+    shown = range(0, len(ordered), max(1, len(ordered) // 2000))  # as many as a picture can show
+    gaps.plot([ordered[place] for place in shown], [(place + 1) / len(ordered) for place in shown])
     gaps.set(xlabel="between two tokens, ms", ylabel="share of gaps", xscale="log", ylim=(0, 1))
     rate.hist([moment - origin for sample in good for moment in sample.arrivals], bins=60, histtype="step")
     rate.set(xlabel="s", ylabel=f"tokens in {report.seconds / 60:.2g} s")
     figure.savefig(path)
-
-
-def _distribution(plot: Callable[..., Any], ordered: list[float]) -> None:
-    """The cumulative curve, thinned to what a picture can show."""
-    step = max(1, len(ordered) // 2000)
-    shown = ordered[::step]
-    plot(shown, [(number * step + 1) / len(ordered) for number in range(len(shown))])

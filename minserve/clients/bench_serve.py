@@ -197,7 +197,8 @@ async def _send(client: OpenAIClient, path: str, body: bytes) -> Sample:
             if event.usage is not None:
                 sample.prompt_tokens = event.usage.prompt_tokens
                 sample.output_tokens = event.usage.completion_tokens
-            if any(_says_something(choice) for choice in event.choices):
+            deltas = [choice.delta or _Delta(content=choice.text) for choice in event.choices]
+            if any(delta.content or delta.reasoning_content or delta.tool_calls for delta in deltas):
                 sample.arrivals.append(now)
     except EnvironmentFault as error:
         sample.error = str(error)
@@ -208,8 +209,3 @@ async def _send(client: OpenAIClient, path: str, body: bytes) -> Sample:
         sample.error = "the stream ended without a token"
     sample.output_tokens = sample.output_tokens or len(sample.arrivals)
     return sample
-
-
-def _says_something(choice: _Choice) -> bool:
-    delta = choice.delta
-    return bool(choice.text or (delta is not None and (delta.content or delta.reasoning_content or delta.tool_calls)))

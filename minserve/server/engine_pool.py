@@ -164,13 +164,6 @@ class EnginePool:
             self.engines[rank].send(AbortRequests(ids))
         return sum(map(len, by_rank.values()))
 
-    def fail_all(self, error: ApiError) -> None:
-        """Ends every live request with an error for its client."""
-        mailboxes = {id(live.mailbox): live.mailbox for live in self._live.values()}
-        self.abort(list(self._live))
-        for mailbox in mailboxes.values():
-            mailbox.fail(error)
-
     async def call_all(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
         """One answer of each engine, in order of rank. Raises ApiError like EngineClient.call."""
         return list(await asyncio.gather(*(engine.call(method, arguments) for engine in self.engines)))
@@ -198,7 +191,10 @@ class EnginePool:
         """An engine has ended, or is as good as dead: its clients are told."""
         if not self.death.done():
             self.death.set_result(death)
-        self.fail_all(unavailable("The engine has ended; the server is going down", "engine_dead"))
+        mailboxes = {id(live.mailbox): live.mailbox for live in self._live.values()}
+        self.abort(list(self._live))
+        for mailbox in mailboxes.values():
+            mailbox.fail(unavailable("The engine has ended; the server is going down", "engine_dead"))
 
     async def shut_down(self, timeout: float) -> None:
         """Tell every engine to leave and wait for that, at most `timeout` seconds; then the sockets are closed."""

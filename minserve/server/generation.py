@@ -229,11 +229,18 @@ class Generation:
             if output.token_ids and choice.finish_reason is None:
                 self._clocks[number].tokens(len(output.token_ids))
             if number not in self._heard:
-                self._first_output(number, output.queue_seconds)
+                self._heard.add(number)
+                if output.queue_seconds is not None:
+                    self.model.metrics.queue_time.observe(output.queue_seconds)
+                if number % self.options.best_of == 0:
+                    self.model.metrics.prompt_tokens += len(self.prompt_of(number).token_ids)
             pieces = choice.feed(output)
             made.append((number, pieces))
             if pieces and choice.finish_reason is not None:
-                self._end(number, choice)
+                self._open -= 1
+                if choice.stopped_early:
+                    self._engines.finish(self._request_ids[number], choice.num_tokens)
+                self._clocks[number].end(choice.finish_reason)
         return made
 
     def prompt_of(self, number: int) -> Prompt:
@@ -260,17 +267,3 @@ class Generation:
     def _sampling(self, prompt: Prompt) -> list[SamplingParams]:
         facts, length = self.model.facts, len(prompt.token_ids)
         return [self.options.sampling_for(facts, length, choice) for choice in range(self.options.best_of)]
-
-    def _first_output(self, number: int, queue_seconds: float | None) -> None:
-        self._heard.add(number)
-        if queue_seconds is not None:
-            self.model.metrics.queue_time.observe(queue_seconds)
-        if number % self.options.best_of == 0:
-            self.model.metrics.prompt_tokens += len(self.prompt_of(number).token_ids)
-
-    def _end(self, number: int, choice: Choice) -> None:
-        self._open -= 1
-        if choice.stopped_early:
-            self._engines.finish(self._request_ids[number], choice.num_tokens)
-        length = choice.finish_reason == FinishReason.LENGTH
-        self._clocks[number].end(FinishReason.LENGTH if length else FinishReason.STOP)

@@ -178,7 +178,7 @@ class ChoiceClock:
     def end(self, finish_reason: str) -> None:
         """The choice ended well."""
         metrics = self._metrics
-        metrics.successes[finish_reason] += 1
+        metrics.successes["length" if finish_reason == "length" else "stop"] += 1
         metrics.e2e_latency.observe(time.monotonic() - self._arrival)
         if self._num_tokens > 1:
             metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))

@@ -13,30 +13,26 @@ import msgspec
 
 from minserve.server.api_errors import bad_request
 from minserve.server.fields import RawFields, Reader, decode_value, invalid
-from minserve.server.options import (
-    Asked,
-    ModelFacts,
-    Options,
-    TopLogprobs,
-    check_length,
-    check_vocabulary,
-    parse_options,
-    token_ids,
-)
+from minserve.server.options import Asked, ModelFacts, TopLogprobs, check_length, check_vocabulary
 
 MAX_SEQUENCES = 2048
 """Prompts times choices of one body."""
+_ids_decoder = msgspec.json.Decoder(list[int])
 _prompts_decoder = msgspec.json.Decoder(str | list[str | list[int]])
 
 
-class _CompletionFields(msgspec.Struct):
+class CompletionFields(msgspec.Struct):
+    """Those of /v1/completions alone."""
+
     prompt: msgspec.Raw
     echo: bool = False
     logprobs: TopLogprobs | None = None
     add_special_tokens: bool = True
 
 
-class _ChatFields(msgspec.Struct):
+class ChatFields(msgspec.Struct):
+    """Those of /v1/chat/completions that say nothing of the conversation."""
+
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
 
@@ -90,11 +86,11 @@ class _ConversationFields(msgspec.Struct):
     reasoning_effort: str | None = None
 
 
-_OF_COMPLETIONS_ALONE = {"n", "best_of", "max_completion_tokens", "prompt_logprobs", "return_token_ids"}
-PASSED_ON = {*Asked.__struct_fields__, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"} - _OF_COMPLETIONS_ALONE
+_OF_OPENAI_ALONE = {"n", "best_of", "max_completion_tokens", "prompt_logprobs", "return_token_ids"}
+PASSED_ON = {*Asked.__struct_fields__, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"} - _OF_OPENAI_ALONE
 """Fields that other APIs spell alike."""
 
-_completion, _chat, _conversation = Reader(_CompletionFields), Reader(_ChatFields), Reader(_ConversationFields)
+_conversation = Reader(_ConversationFields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,28 +110,6 @@ class Chat:
     """The one that has to be called, where the client named it."""
     one_call: bool
     """The client wants no more than one call."""
-
-
-def parse_completion(fields: RawFields, facts: ModelFacts) -> tuple[Options, list[str | list[int]], bool]:
-    """Of /v1/completions, with its prompts - texts, or ids within the vocabulary - and whether texts get special tokens."""
-    if "prompt" not in fields:
-        raise bad_request("prompt is required", "prompt")
-    asked = _completion.read(fields)
-    options = parse_options(fields, facts, echo=asked.echo, logprobs=asked.logprobs)
-    prompts = _prompts(asked.prompt, facts)
-    if len(prompts) * options.best_of > MAX_SEQUENCES:
-        message = f"{len(prompts)} prompts with {options.best_of} choices each are over the limit of {MAX_SEQUENCES} sequences"
-        raise bad_request(message, "prompt")
-    return options, prompts, asked.add_special_tokens
-
-
-def parse_chat(fields: RawFields, facts: ModelFacts) -> tuple[Options, Chat]:
-    """Of /v1/chat/completions."""
-    asked = _chat.read(fields)
-    if asked.top_logprobs and not asked.logprobs:
-        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    options = parse_options(fields, facts, echo=False, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None)
-    return options, parse_conversation(fields)
 
 
 def parse_conversation(fields: RawFields) -> Chat:
@@ -164,30 +138,28 @@ def parse_conversation(fields: RawFields) -> Chat:
     )
 
 
-def _prompts(raw: msgspec.Raw, facts: ModelFacts) -> list[str | list[int]]:
-    """`prompt` in its four forms: a string, strings, token ids, lists of token ids."""
+def parse_prompts(raw: msgspec.Raw, facts: ModelFacts) -> list[str | list[int]]:
+    """`prompt` in its four forms: a string, strings, token ids, lists of token ids. Ids are within the vocabulary."""
     start = bytes(memoryview(raw)[:65])
     if start[:1] == b"[" and start[1:].lstrip()[:1] not in (b'"', b"["):
-        ids = token_ids(raw, "prompt", facts, facts.context_length)
-        _check_prompt_ids(ids, "prompt", facts)
-        return [ids]
-    decoded: str | list[Any] = decode_value(raw, "prompt", _prompts_decoder)
-    prompts = [decoded] if isinstance(decoded, str) else decoded
+        # The length is read off the commas: decoding millions of numbers would stall every thread.
+        check_length(bytes(raw).count(b",") + 1, facts.context_length, "prompt")
+        decoded: Any = [decode_value(raw, "prompt", _ids_decoder)]
+    else:
+        decoded = decode_value(raw, "prompt", _prompts_decoder)
+    prompts: list[str | list[int]] = [decoded] if isinstance(decoded, str) else decoded
     if len(set(map(type, prompts))) > 1:
         raise bad_request("prompt must be a string, strings, token ids or lists of token ids", "prompt")
     if len(prompts) > MAX_SEQUENCES:
         raise bad_request(f"{len(prompts)} prompts are over the limit of {MAX_SEQUENCES}", "prompt")
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            _check_prompt_ids(prompt, prompt_name(index, len(prompts)), facts)
+            param = prompt_name(index, len(prompts))
+            check_length(len(prompt), facts.context_length, param)
+            if not prompt:
+                raise bad_request(f"{param} must hold at least one token", param)
+            check_vocabulary(prompt, param, facts)
     return prompts
-
-
-def _check_prompt_ids(ids: list[int], param: str, facts: ModelFacts) -> None:
-    check_length(len(ids), facts.context_length, param)
-    if not ids:
-        raise bad_request(f"{param} must hold at least one token", param)
-    check_vocabulary(ids, param, facts)
 
 
 def prompt_name(index: int, count: int) -> str:

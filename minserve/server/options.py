@@ -15,7 +15,7 @@ from msgspec import Meta
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
-from minserve.server.fields import RawFields, Reader, decode_value
+from minserve.server.fields import RawFields, Reader
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,6 @@ MAX_STOP_LENGTH = 4096
 """Characters of one stop string."""
 _GREEDY_BELOW = 1e-5
 _INT64 = 1 << 63
-_ids_decoder = msgspec.json.Decoder(list[int])
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -138,18 +137,6 @@ class Options:
         seed = random.getrandbits(63) if self.asked.seed is None else (self.asked.seed + choice) & SEED_MASK
         min_tokens = min(self.sampling.min_tokens, max_tokens)
         return msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
-
-def token_ids(raw: msgspec.Raw, param: str, facts: ModelFacts, limit: int | None = None) -> list[int]:
-    """A JSON array of token ids within the vocabulary, fewer than `limit` of them.
-
-    The length is read off the commas before anything is decoded: decoding millions of numbers would stall every thread.
-    """
-    if limit is not None:
-        check_length(bytes(raw).count(b",") + 1, limit, param)
-    ids: list[int] = decode_value(raw, param, _ids_decoder)
-    check_vocabulary(ids, param, facts)
-    return ids
 
 
 def check_vocabulary(ids: list[int], param: str, facts: ModelFacts) -> None:

@@ -11,26 +11,34 @@ from minserve.server import openai
 from minserve.server.answer_format import AnswerFormat
 from minserve.server.api_errors import bad_request
 from minserve.server.chat_template import ChatTemplateError
-from minserve.server.fields import decode_object
+from minserve.server.fields import Reader, decode_object
 from minserve.server.generation import LoadedModel, Prompt
 from minserve.server.grammars import ForcedCalls, OutputForm, build_grammar, parse_form
-from minserve.server.options import Options, check_length
+from minserve.server.options import Options, check_length, parse_options
 from minserve.server.reasoning import AnswerStart
 
 MAX_TOTAL_TOKENS = 1 << 23
 """Prompt tokens of one body, each choice counted: every choice carries its prompt to the engine."""
 
+_completion, _chat = Reader(openai.CompletionFields), Reader(openai.ChatFields)
 _FIELDS_OF_GRAMMARS = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"format"')
 
 
 def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/completions, down to token ids. Raises ApiError."""
     fields = decode_object(body)
-    options, given, special = openai.parse_completion(fields, model.facts)
+    if "prompt" not in fields:
+        raise bad_request("prompt is required", "prompt")
+    asked = _completion.read(fields)
+    options = parse_options(fields, model.facts, echo=asked.echo, logprobs=asked.logprobs)
+    given = openai.parse_prompts(asked.prompt, model.facts)
+    if len(given) * options.best_of > openai.MAX_SEQUENCES:
+        counted = f"{len(given)} prompts with {options.best_of} choices each"
+        raise bad_request(f"{counted} are over the limit of {openai.MAX_SEQUENCES} sequences", "prompt")
     prompts = []
     for index, prompt in enumerate(given):
         if isinstance(prompt, str):
-            prompts.append(Prompt(encode(prompt, special, model, openai.prompt_name(index, len(given))), prompt))
+            prompts.append(Prompt(encode(prompt, asked.add_special_tokens, model, openai.prompt_name(index, len(given))), prompt))
         else:
             prompts.append(Prompt(prompt, None))
     _check_total(prompts, options, "prompt")
@@ -40,7 +48,12 @@ def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Opt
 def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
     """A body of /v1/chat/completions, down to token ids. Raises ApiError."""
     fields = decode_object(body)
-    options, chat = openai.parse_chat(fields, model.facts)
+    asked = _chat.read(fields)
+    if asked.top_logprobs and not asked.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    options = parse_options(fields, model.facts, echo=False, logprobs=logprobs)
+    chat = openai.parse_conversation(fields)
     form = parse_form(fields)
     text = render(chat, model)
     prompts = [Prompt(encode(text, True, model, "messages"), text)]
