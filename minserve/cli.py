@@ -33,7 +33,6 @@ evaluations = typer.Typer(help="Measure a running server through HTTP.", no_args
 app.add_typer(evaluations, name="eval")
 benches = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(benches, name="bench")
-_DEFAULTS = Config()
 log = logging.getLogger("minserve.cli")
 
 BaseUrl = Annotated[str, typer.Option(help="address of any OpenAI-style server")]
@@ -44,8 +43,8 @@ HERE = "http://127.0.0.1:8000"
 
 _FLAGS_ARE_READ_BY_US = {"ignore_unknown_options": True, "help_option_names": []}
 """For typer: hand every word over as it is; flags.py knows the aliases and the nearest match."""
-
-
+LaunchFlags = Annotated[list[str] | None, typer.Argument(metavar="MODEL | FLAG OF LAUNCH", show_default=False)]
+_LAUNCH_FLAGS = {"ignore_unknown_options": True}
 _EITHER_DASH = {"token_normalize_func": lambda word: word.replace("_", "-")}
 
 
@@ -90,33 +89,22 @@ def tune(arguments: Words = None) -> None:
     raise typer.Exit(launch.run_module("minserve.kernels.tune", arguments or []))
 
 
-@app.command(context_settings=_EITHER_DASH)
+@app.command(context_settings=_LAUNCH_FLAGS)
 def plan(
-    model: Annotated[str, typer.Argument(help="directory with a config.json, that file, or a Hub name; no weights are needed")],
+    arguments: LaunchFlags = None,
     gpu: Annotated[str, typer.Option(help=f"one of: {', '.join(GPUS)}")] = "h200",
-    ep_size: Annotated[int, typer.Option(help="ranks that share the experts", min=1)] = 1,
-    max_model_len: Annotated[int | None, typer.Option(help="prompt and output tokens of one request, at most", min=2)] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="requests that run at once on a rank", min=1)] = _DEFAULTS.max_num_seqs,
-    chunked_prefill_size: Annotated[int, typer.Option(help="most tokens of one step", min=1)] = _DEFAULTS.chunked_prefill_size,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="share of the whole GPU for the whole process", min=0.05, max=1.0)
-    ] = _DEFAULTS.gpu_memory_utilization,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
     plot: Annotated[Path | None, typer.Option(help="also draw each rank's memory to this file")] = None,
 ) -> None:
-    """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not."""
+    """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not.
+
+    MODEL is a directory with a config.json, that file, or a Hub name; no weights are needed. Of launch's flags these count:
+    --ep-size, --max-model-len, --max-num-seqs, --chunked-prefill-size, --page-size and --gpu-memory-utilization.
+    """
     if gpu not in GPUS:
         raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
-    path = local_model(model, weights=False)
-    config, notes = read_config(path)
-    settings = Config(
-        model=model,
-        ep_size=ep_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        chunked_prefill_size=chunked_prefill_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
+    settings = flags.resolve(arguments or [], os.environ).config
+    config, notes = read_config(local_model(settings.model, weights=False))
     made = make_plan(config, settings, notes, GPUS[gpu])
     typer.echo(to_json(made) if json else describe(made))
     if plot is not None:
@@ -172,16 +160,13 @@ def chat(
     raise typer.Exit(one.run(sys.stdin, sys.stdout))
 
 
-@app.command("doctor", context_settings=_FLAGS_ARE_READ_BY_US, add_help_option=False)
-def doctor_command(arguments: Words = None) -> None:
-    """Say what on this machine would stop a server, before any weight is read (--json; else launch's flags); exit code 3."""
-    words = arguments or []
-    if "--help" in words or "-h" in words:
-        usage = "Usage: minserve doctor [--json] [LAUNCH FLAGS]"
-        typer.echo(f"{usage}\n\nLooks at this machine as `minserve launch` with these flags would.")
-        return
-    config = flags.resolve([word for word in words if word != "--json"], os.environ).config
-    sound = doctor.report(doctor.examine(config), as_json="--json" in words, write=typer.echo)
+@app.command("doctor", context_settings=_LAUNCH_FLAGS)
+def doctor_command(
+    arguments: LaunchFlags = None, json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False
+) -> None:
+    """Say what on this machine would stop `minserve launch` with these flags, before any weight is read; exit code 3."""
+    config = flags.resolve(arguments or [], os.environ).config
+    sound = doctor.report(doctor.examine(config), as_json=json, write=typer.echo)
     raise typer.Exit(ExitCode.OK if sound else ExitCode.ENVIRONMENT)
 
 

@@ -53,20 +53,13 @@ DEEP_EP = Library("deep_ep", ("tokenspeed-deepep", "sgl-deep-ep", "deep-ep"), "p
 LIBRARIES = (TRITON, FLASHINFER, DEEP_GEMM, DEEP_EP)
 
 _IMPORT = """
-import importlib, importlib.metadata, json, sys
-module, names = sys.argv[1], sys.argv[2:]
-report = {"version": None, "error": None}
-for name in names:
-    try:
-        report["version"] = f"{name} {importlib.metadata.version(name)}"
-        break
-    except importlib.metadata.PackageNotFoundError:
-        pass
+import importlib, json, sys
+error = None
 try:
-    importlib.import_module(module)
-except BaseException as error:
-    report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-print("\\n" + json.dumps(report))
+    importlib.import_module(sys.argv[1])
+except BaseException as raised:
+    error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+print("\\n" + json.dumps({"error": error}))
 """
 
 _TORCH = """
@@ -125,8 +118,9 @@ def probe(
     variables = dict(os.environ) if environment is None else environment
 
     def judge(library: Library) -> Verdict:
-        facts = run_child(_IMPORT, [library.module, *library.distributions], variables, seconds)
-        version, error = facts.get("version"), facts["error"]
+        name, found = _installed(library)
+        version = f"{name} {found.version}" if found else None
+        error = run_child(_IMPORT, [library.module], variables, seconds)["error"]
         if error is None:
             return Verdict(library.module, True, version, "imports")
         if version is None and "ModuleNotFoundError" in error:
@@ -137,15 +131,19 @@ def probe(
         return tuple(pool.map(judge, libraries))
 
 
-def build_key(library: Library) -> list[str | None]:
-    """What the outcome of its import depends on: its files, torch's and the driver's version, where shared libraries lie."""
-    digest = None
+def _installed(library: Library) -> tuple[str, importlib.metadata.Distribution | None]:
+    """The first of its names under which it is installed; None under any."""
     for name in library.distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found = importlib.metadata.distribution(name)
-            files = found.read_text("RECORD") or ""
-            digest = f"{name} {found.version} {hashlib.sha256(files.encode()).hexdigest()}"
-            break
+            return name, importlib.metadata.distribution(name)
+    return "", None
+
+
+def build_key(library: Library) -> list[str | None]:
+    """What the outcome of its import depends on: its files, torch's and the driver's version, where shared libraries lie."""
+    name, found = _installed(library)
+    files = (found.read_text("RECORD") or "") if found else ""
+    digest = f"{name} {found.version} {hashlib.sha256(files.encode()).hexdigest()}" if found else None
     try:
         driver: str | None = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

@@ -226,7 +226,7 @@ class StepFloor:
         return self.gpu_seconds + max(self.wire_seconds.values())
 
 
-def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int = 1, kv_element_bytes: float = 2.0) -> StepFloor:
+def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int = 1) -> StepFloor:
     """One decode step of `batch` requests per GPU, each with `context` tokens in the cache.
 
     Weights are read once, of the routed experts only those hit (uniform routing over all ranks' tokens), the KV cache once.
@@ -250,7 +250,7 @@ def step_floor(m: ModelShape, gpu: Gpu, batch: int, context: int, ep_size: int =
     parts = {
         "attention_weights": part(attention_bytes, batch * attention_macs, rate),
         "kv_cache": part(
-            batch * (context + 1) * kv_bytes_per_token(m, kv_element_bytes),
+            batch * (context + 1) * kv_bytes_per_token(m),
             m.num_layers * batch * context * per_pair,
             gpu.bf16_rate,
         ),

@@ -102,10 +102,8 @@ class BatchBuilder:
     Two staging buffers take turns: a step is laid out while the copy of the one before it may still be on its way.
     """
 
-    def __init__(
-        self, *, max_slots: int, max_rows: int, max_tokens: int, max_pages: int, page_size: int, device: torch.device
-    ) -> None:
-        """max_rows: the largest batch, padding included; max_pages: of one request."""
+    def __init__(self, *, max_slots: int, max_tokens: int, max_pages: int, page_size: int, device: torch.device) -> None:
+        """max_slots: also the largest batch of decode rows, padding included; max_pages: of one request."""
         self.page_size = page_size
         self.max_pages = max_pages
         self.mixed_rows = max_slots + 1
@@ -113,8 +111,8 @@ class BatchBuilder:
         self._scratch_slot = max_slots
         self._tables = np.full((max_slots + 1, max_pages), DUMMY_PAGE, dtype=np.int32)
         sizes = [
-            _parts(_long_sizes(max_tokens, max_rows))[-1].stop,
-            _parts(_short_sizes(max(max_rows, self.mixed_rows), max_pages))[-1].stop,
+            _parts(_long_sizes(max_tokens, max_slots))[-1].stop,
+            _parts(_short_sizes(self.mixed_rows, max_pages))[-1].stop,
         ]
         pinned = device.type == "cuda"
         self._staging = [

@@ -17,20 +17,9 @@ from typing import NoReturn
 
 import torch
 
+from minserve import messages
 from minserve import seat as seats
 from minserve.errors import ExitCode, RankLost, ServerError, UsageError
-from minserve.messages import (
-    AbortRequests,
-    AddRequests,
-    Call,
-    Fatal,
-    FinishRequest,
-    Ready,
-    Shutdown,
-    StepOutputs,
-    ToEngine,
-    Vocabulary,
-)
 from minserve.models.layers.dispatcher import CollectiveFailed
 from minserve.request import Request, TokenOutput
 from minserve.runtime import parallel
@@ -73,7 +62,7 @@ class Engine:
         """`group`: the ranks that step together; none for an engine that has all experts."""
         self._group = group or parallel.alone()
         self._agreement = self._group.agreement
-        self._calls: collections.deque[Call] = collections.deque()
+        self._calls: collections.deque[messages.Call] = collections.deque()
         self._num_answered = 0
         self._connection = connection
         self._scheduler = scheduler
@@ -171,29 +160,29 @@ class Engine:
     def _receive(self, *, wait: bool) -> bool:
         """Take in what the front sent, waiting for it at most until the next heartbeat; whether there was anything."""
         longest = GRAMMAR_SECONDS if self._grammars.compiling else HEARTBEAT_SECONDS
-        messages = self._connection.receive(longest if wait else 0.0)
-        for message in messages:
+        heard = self._connection.receive(longest if wait else 0.0)
+        for message in heard:
             self.take(message)
-        return bool(messages)
+        return bool(heard)
 
-    def take(self, message: ToEngine) -> None:
+    def take(self, message: messages.ToEngine) -> None:
         """What the front says, as if it had just come."""
         match message:
-            case AddRequests():
+            case messages.AddRequests():
                 for request in message.requests:
                     if request.sampling.grammar is None:
                         self._add(request)
                     else:
                         self._grammars.compile(request)
-            case AbortRequests():
+            case messages.AbortRequests():
                 self._drop(message.request_ids)
-            case FinishRequest():
+            case messages.FinishRequest():
                 self._drop([message.request_id])
-            case Vocabulary():
+            case messages.Vocabulary():
                 self._grammars.set_vocabulary(message.pieces, message.special_token_ids)
-            case Call():
+            case messages.Call():
                 self._calls.append(message)
-            case Shutdown():
+            case messages.Shutdown():
                 self._leaving = True
 
     def _add(self, request: Request) -> None:
@@ -229,7 +218,7 @@ class Engine:
     def _publish(self, outputs: list[TokenOutput], *, news: bool) -> None:
         now = time.monotonic()
         if outputs or news or now - self._published_at >= HEARTBEAT_SECONDS:
-            self._connection.send(StepOutputs(outputs, self._scheduler.stats()))
+            self._connection.send(messages.StepOutputs(outputs, self._scheduler.stats()))
             self._published_at = now
 
 
@@ -261,7 +250,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     info = parts.info | {"startup_seconds": startup_seconds}
     log.info("ready after %.2f s", sum(startup_seconds.values()))
     connection.send(
-        Ready(
+        messages.Ready(
             model_type=parts.model.config.model_type,
             vocab_size=parts.model.config.vocab_size,
             max_model_len=limits.max_model_len,
@@ -280,12 +269,12 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     return engine
 
 
-def _heard_already(connection: FrontConnection, grammars: Grammars) -> list[ToEngine]:
+def _heard_already(connection: FrontConnection, grammars: Grammars) -> list[messages.ToEngine]:
     """Takes in the vocabulary, which takes a while, if the front has read its tokenizer by now; what else it has said."""
-    heard: list[ToEngine] = []
+    heard: list[messages.ToEngine] = []
     while connection.readable:
         for message in connection.receive(0.0):
-            if isinstance(message, Vocabulary):
+            if isinstance(message, messages.Vocabulary):
                 grammars.set_vocabulary(message.pieces, message.special_token_ids)
             else:
                 heard.append(message)
@@ -313,7 +302,7 @@ def serve(connection: FrontConnection, seat: Seat = ALONE) -> ExitCode:
 def _last_word(connection: FrontConnection, code: ExitCode, message: str) -> ExitCode:
     connection.leave_alone()
     try:
-        connection.send(Fatal(code, message))
+        connection.send(messages.Fatal(code, message))
     except FrontGone:
         log.error("%s", message)  # nobody else will say it
     return code

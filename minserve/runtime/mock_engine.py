@@ -14,21 +14,9 @@ import sys
 import time
 from typing import Any
 
+from minserve import messages
 from minserve.config import Config, model_directory
 from minserve.errors import CheckpointError, ExitCode, ServerError
-from minserve.messages import (
-    AbortRequests,
-    AddRequests,
-    Call,
-    Fatal,
-    FinishRequest,
-    Ready,
-    Reply,
-    Shutdown,
-    StepOutputs,
-    StepStats,
-    ToEngine,
-)
 from minserve.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from minserve.runtime.connection import FrontConnection, FrontGone
 
@@ -119,21 +107,21 @@ class MockEngine:
     def _speak(self, outputs: list[TokenOutput], now: float) -> None:
         if outputs or now - self._spoke_at >= HEARTBEAT_SECONDS:
             running = len(self._running)
-            stats = StepStats(num_running=running, num_waiting=len(self._waiting), used_pages=running, steps=self._steps)
-            self._connection.send(StepOutputs(outputs, stats))
+            stats = messages.StepStats(num_running=running, num_waiting=len(self._waiting), used_pages=running, steps=self._steps)
+            self._connection.send(messages.StepOutputs(outputs, stats))
             self._spoke_at = now
 
-    def _take(self, message: ToEngine) -> None:
+    def _take(self, message: messages.ToEngine) -> None:
         match message:
-            case AddRequests():
+            case messages.AddRequests():
                 self._waiting.update((request.id, request) for request in message.requests)
-            case AbortRequests():
+            case messages.AbortRequests():
                 self._drop(message.request_ids)
-            case FinishRequest():
+            case messages.FinishRequest():
                 self._drop([message.request_id])
-            case Call():
+            case messages.Call():
                 self._connection.send(self._answer(message))
-            case Shutdown():
+            case messages.Shutdown():
                 self._leaving = True
 
     def _drop(self, request_ids: list[int]) -> None:
@@ -141,10 +129,10 @@ class MockEngine:
             self._running.pop(request_id, None)
             self._waiting.pop(request_id, None)
 
-    def _answer(self, call: Call) -> Reply:
+    def _answer(self, call: messages.Call) -> messages.Reply:
         if call.method in ("server_info", "flush_cache"):
-            return Reply(call.call_id, self._info if call.method == "server_info" else {})
-        return Reply(call.call_id, error=f"the mock engine has no {call.method}")
+            return messages.Reply(call.call_id, self._info if call.method == "server_info" else {})
+        return messages.Reply(call.call_id, error=f"the mock engine has no {call.method}")
 
 
 def start(connection: FrontConnection) -> MockEngine:
@@ -158,7 +146,7 @@ def start(connection: FrontConnection) -> MockEngine:
     info: dict[str, object] = {"backend": "mock engine", "tokens_per_second": rate if math.isfinite(rate) else "unlimited"}
     log.warning("this is a mock engine: every answer repeats its prompt, at %s tokens/s each", info["tokens_per_second"])
     connection.send(
-        Ready(
+        messages.Ready(
             model_type=str(facts.get("model_type", "mock")),
             vocab_size=int(facts["vocab_size"]),
             max_model_len=config.max_model_len or int(facts.get("max_position_embeddings", _CONTEXT_WITHOUT_LIMIT)),
@@ -195,7 +183,7 @@ def main() -> int:
         return ExitCode.RANK_DIED
     except ServerError as error:
         connection.leave_alone()
-        connection.send(Fatal(error.exit_code, str(error)))
+        connection.send(messages.Fatal(error.exit_code, str(error)))
         return error.exit_code
     connection.leave_alone()
     return ExitCode.OK

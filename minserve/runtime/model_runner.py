@@ -121,20 +121,17 @@ class ModelRunner:
         kv_cache: list[Tensor],
         limits: Limits,
         device: torch.device,
-        max_rows: int | None = None,
     ) -> None:
-        """kv_cache: one tensor a layer. max_rows: the largest padded batch, where that is more than --max-num-seqs."""
+        """kv_cache: one tensor a layer."""
         self.model = model
         self.kernels = kernels
         self.kv_cache = kv_cache
         self.limits = limits
         self.device = device
         self.sampler = SamplerState(limits.max_num_seqs, limits.vocab_size, device)
-        most_rows = max(limits.max_num_seqs, max_rows or 0)
         self.batches = BatchBuilder(
             max_slots=limits.max_num_seqs,
-            max_rows=most_rows,
-            max_tokens=max(limits.max_step_tokens, most_rows),
+            max_tokens=limits.max_step_tokens,
             max_pages=-(-limits.max_model_len // limits.page_size),
             page_size=limits.page_size,
             device=device,

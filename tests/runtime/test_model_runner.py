@@ -400,7 +400,7 @@ def test_a_step_cannot_be_padded_to_less_than_it_is(padded):
 
 
 def test_what_lies_in_shared_pages_is_not_written_again():
-    builder = BatchBuilder(max_slots=2, max_rows=2, max_tokens=8, max_pages=4, page_size=4, device=torch.device("cpu"))
+    builder = BatchBuilder(max_slots=2, max_tokens=8, max_pages=4, page_size=4, device=torch.device("cpu"))
     row = ScheduledRow(
         request_id=1, slot=1, start=6, num_tokens=4, token_ids=(1, 2, 3, 4), new_pages=(5, 7, 2), write_from=8, samples=True
     )
@@ -413,7 +413,7 @@ def test_what_lies_in_shared_pages_is_not_written_again():
 
 
 def test_a_new_table_forgets_the_old_one():
-    builder = BatchBuilder(max_slots=2, max_rows=2, max_tokens=8, max_pages=4, page_size=4, device=torch.device("cpu"))
+    builder = BatchBuilder(max_slots=2, max_tokens=8, max_pages=4, page_size=4, device=torch.device("cpu"))
 
     def table(**fields):
         row = ScheduledRow(request_id=1, slot=0, start=0, num_tokens=1, token_ids=(1,), **fields)
