@@ -5,12 +5,13 @@ Encoding releases the GIL and may run in a thread. Special tokens written out in
 
 from __future__ import annotations
 
+import abc
 import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import tiktoken
@@ -39,23 +40,25 @@ class AddedToken(msgspec.Struct):
     normalized: bool = True
 
 
-class Encoder(Protocol):
+class Encoder(abc.ABC):
     """What a file format has to offer."""
 
     pieces: TokenPieces
-    bytes_per_token: int
+    bytes_per_token = 0
     """No token stands for more bytes of text than this; 0 when there is no such limit."""
-    added_tokens: dict[str, int]
+    added_tokens: Mapping[str, int]
     """Text to id of the tokens outside the ordinary vocabulary, special or not."""
 
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone: no BOS."""
 
     def leading_ids(self) -> list[int]:
         """What the format itself puts before a text."""
+        return []
 
 
-class JsonEncoder:
+class JsonEncoder(Encoder):
     """A tokenizer.json, through the `tokenizers` library."""
 
     def __init__(self, path: Path, added_tokens: Mapping[int, AddedToken]) -> None:
@@ -131,7 +134,7 @@ class JsonEncoder:
         return longest
 
 
-class TiktokenEncoder:
+class TiktokenEncoder(Encoder):
     """A tiktoken.model of Moonshot's models (Kimi, Moonlight): base64 tokens with ranks; tokenizer_config.json names specials."""
 
     def __init__(self, path: Path, added_tokens: Mapping[int, AddedToken]) -> None:
@@ -162,26 +165,18 @@ class TiktokenEncoder:
             token_ids += self._encoding.encode(part, allowed_special="all")
         return token_ids
 
-    def leading_ids(self) -> list[int]:
-        return []
 
-
-class NumberEncoder:
+class NumberEncoder(Encoder):
     """For random weights that come without a tokenizer: a token's text is its id, and a text may hold nothing but ids."""
 
-    bytes_per_token = 0
-
     def __init__(self, vocab_size: int) -> None:
-        self.added_tokens: dict[str, int] = {}
+        self.added_tokens = {}
         self.pieces = TokenPieces("bytes", tuple(b"%d " % token_id for token_id in range(vocab_size)), frozenset())
 
     def encode(self, text: str) -> list[int]:
         """Words that are no id count for nothing."""
         numbers = [int(word) for word in text.split() if word.isascii() and word.isdecimal()]
         return [number for number in numbers if number < len(self.pieces.pieces)]
-
-    def leading_ids(self) -> list[int]:
-        return []
 
 
 def read_file(path: Path) -> bytes:

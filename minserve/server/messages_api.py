@@ -10,7 +10,7 @@ import msgspec
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
 from minserve.server.fields import Reader, decode_object
-from minserve.server.openai import PASSED_ON
+from minserve.server.openai import PASSED_ON, joined_text, text_of
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking.type"}
@@ -81,7 +81,7 @@ def _messages(asked: _Asked) -> list[dict[str, Any]]:
         raise bad_request("messages must be a list that is not empty", "messages")
     messages: list[dict[str, Any]] = []
     if asked.system is not None:
-        messages.append({"role": "system", "content": _texts(asked.system, "system")})
+        messages.append({"role": "system", "content": joined_text(asked.system, "system")})
     for index, message in enumerate(asked.messages):
         _add_message(messages, message, f"messages[{index}]")
     return messages
@@ -101,12 +101,12 @@ def _add_message(messages: list[dict[str, Any]], message: _Message, param: str) 
         where = f"{param}.content[{index}]"
         kind = block.get("type")
         if kind == "text":
-            texts.append(_text(block, where))
+            texts.append(text_of(block, where))
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = _texts(block.get("content") or "", f"{where}.content")
+            text = joined_text(block.get("content") or "", f"{where}.content")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind not in ("thinking", "redacted_thinking"):  # earlier thoughts are left out, as templates do
             raise bad_request(f"{where} has type {str(kind)[:40]!r}, which is not supported here", f"{where}.type")
@@ -114,21 +114,6 @@ def _add_message(messages: list[dict[str, Any]], message: _Message, param: str) 
         messages.append({"role": role, "content": "".join(texts) or None, "tool_calls": calls})
     elif texts or not messages or messages[-1]["role"] != "tool":
         messages.append({"role": role, "content": "".join(texts)})
-
-
-def _texts(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(f"{param} must be a string or a list of text blocks", param)
-    return "".join(_text(block, f"{param}[{index}]") for index, block in enumerate(content))
-
-
-def _text(block: Any, param: str) -> str:
-    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise bad_request(f"{param} must be a block of text", param)
-    return text
 
 
 def _tool(tool: _Tool) -> dict[str, Any]:

@@ -50,14 +50,9 @@ class _ToolCall(msgspec.Struct):
     id: str | None = None
 
 
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
 class _Message(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_ToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -206,21 +201,29 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 def _message(message: _Message, param: str) -> dict[str, Any]:
     if message.role not in _ROLES:
         raise bad_request(f"{param}.role is {message.role[:40]!r}; roles are {', '.join(_ROLES)}", f"{param}.role")
-    made: dict[str, Any] = {"role": _ROLES[message.role], "content": message.content}
+    made: dict[str, Any] = {"role": _ROLES[message.role], "content": None}
     if message.tool_calls and message.role == "assistant":
         made["tool_calls"] = [{"type": "function", **msgspec.to_builtins(call)} for call in message.tool_calls]
-    elif message.content is None:
-        text = f"{param}.content must be a string or a list of text parts; it may be null only beside tool_calls"
-        raise bad_request(text, f"{param}.content")
-    if isinstance(message.content, list):
-        made["content"] = "".join(_text(part, f"{param}.content[{index}]") for index, part in enumerate(message.content))
+    if message.content is not None or "tool_calls" not in made:
+        made["content"] = joined_text(message.content, f"{param}.content")
     beside = {name: getattr(message, name) for name in ("name", "tool_call_id", "reasoning_content")}
     return {**made, **{name: value for name, value in beside.items() if value is not None}}
 
 
-def _text(part: _Part, param: str) -> str:
-    if part.type != "text":
-        raise bad_request(f"{param}.type is {part.type[:40]!r}; this model reads only parts of type 'text'", f"{param}.type")
-    if part.text is None:
+def joined_text(content: Any, param: str, types: tuple[str, ...] = ("text",)) -> str:
+    """A message's content: a string, or parts of text, which become one. Raises ApiError naming the part."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{param} must be a string or a list of text parts; it may be null only beside tool calls", param)
+    return "".join(text_of(part, f"{param}[{index}]", types) for index, part in enumerate(content))
+
+
+def text_of(part: Any, param: str, types: tuple[str, ...] = ("text",)) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in types:
+        raise bad_request(f"{param}.type is {str(kind)[:40]!r}; this model reads only parts of type 'text'", f"{param}.type")
+    if not isinstance(part.get("text"), str):
         raise bad_request(f"{param}.text must be a string", f"{param}.text")
-    return part.text
+    text: str = part["text"]
+    return text

@@ -14,7 +14,7 @@ from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
 from minserve.server.fields import Reader, decode_object
 from minserve.server.generation import Generation
-from minserve.server.openai import PASSED_ON
+from minserve.server.openai import PASSED_ON, joined_text
 
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 RENAMED = {
@@ -88,7 +88,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], param: str) 
     """Calls of one turn become one assistant message, as chat models know them."""
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{param}.content")})
+        content = joined_text(item.get("content"), f"{param}.content", _TEXT_TYPES)
+        messages.append({"role": item.get("role"), "content": content})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -96,24 +97,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], param: str) 
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        content = _content(item.get("output"), f"{param}.output")
+        content = joined_text(item.get("output"), f"{param}.output", _TEXT_TYPES)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind != "reasoning":  # earlier reasoning is left out, as templates do
         raise bad_request(f"{param} has type {str(kind)[:40]!r}, which is not supported", f"{param}.type")
-
-
-def _content(content: Any, param: str) -> Any:
-    if not isinstance(content, list):
-        return content
-    parts: list[dict[str, Any]] = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_TYPES:
-            raise bad_request(
-                f"{param}[{index}] has type {str(kind)[:40]!r}; this model reads text only", f"{param}[{index}].type"
-            )
-        parts.append({"type": "text", "text": part.get("text")})
-    return parts
 
 
 def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
