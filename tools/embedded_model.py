@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -140,9 +141,10 @@ class EmbeddedModel(nn.Module):
 class Block(nn.Module):
     """One decoder layer: latent attention, then a dense MLP (the first layer) or experts."""
 
-    def __init__(self, shape: ModelShape, index: int, matrix: object, depth: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, shape: ModelShape, index: int, matrix: Callable[..., nn.Parameter], depth: float, generator: torch.Generator
+    ) -> None:
         super().__init__()
-        assert callable(matrix)
         s = self.shape = shape
         self.dense = index == 0
         self.bias: Tensor
@@ -175,7 +177,9 @@ class Block(nn.Module):
         h = rms_norm(x, self.post_norm, self.shape.epsilon, compute)
         if self.dense:
             return x + self._mlp(h, fp8).to(x.dtype), x.new_zeros((), dtype=torch.float32)
-        mixed, balance = self._moe(_stale(h, fault, answers), fp8, fault, answers)
+        mixed, balance = self._moe(h, fp8, fault)
+        if fault.answer_only and answers is not None:
+            mixed = torch.where(answers[..., None], mixed, self._moe(h, fp8, RIGHT)[0])
         return x + mixed.to(x.dtype), balance
 
     def _linear(self, x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
@@ -205,31 +209,20 @@ class Block(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., : s.value_dim]
         return self._linear(out.transpose(1, 2).flatten(2), self.o, fp8)
 
-    def _moe(self, h: Tensor, fp8: bool, fault: Fault, answers: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _moe(self, h: Tensor, fp8: bool, fault: Fault) -> tuple[Tensor, Tensor]:
         s = self.shape
+        if fault.stale != "none":
+            h = h.roll(1, 1 if fault.stale == "step" else 0)
         scores = torch.sigmoid(F.linear(h.float(), self.router.float()))
         weights, balance = combine_weights(scores, self.bias, s, fault)
-        if fault.answer_only and answers is not None:
-            right, _ = combine_weights(scores, self.bias, s, RIGHT)
-            weights = torch.where(answers[..., None], weights, right)
-        w13, w2 = self.experts13, self.experts2
-        if fault.expert_shift:
-            w13, w2 = w13.roll(fault.expert_shift, 0), w2.roll(fault.expert_shift, 0)
+        w13, w2 = (matrices.roll(fault.expert_shift, 0) for matrices in (self.experts13, self.experts2))
         gate_up = self._linear(h, w13.flatten(0, 1), fp8).unflatten(-1, (s.experts, 2, s.expert_width))
         inner = F.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
         if fp8:
             inner, w2 = fp8_rounded(inner, 1), fp8_rounded(w2, 128)
         inner = inner * weights[..., None].to(inner.dtype)
         routed = F.linear(inner.flatten(-2), w2.transpose(0, 1).flatten(1).to(h.dtype))
-        shared_factor, routed_factor = _factors(fault, answers, h)
-        return routed * routed_factor + self._mlp(h, fp8) * shared_factor, balance
-
-
-def _factors(fault: Fault, answers: Tensor | None, h: Tensor) -> tuple[Tensor | float, Tensor | float]:
-    if not fault.answer_only or answers is None:
-        return fault.shared, fault.routed
-    marked = answers[..., None].to(h.dtype)
-    return 1.0 + (fault.shared - 1.0) * marked, 1.0 + (fault.routed - 1.0) * marked
+        return routed * fault.routed + self._mlp(h, fp8) * fault.shared, balance
 
 
 def combine_weights(scores: Tensor, bias: Tensor, shape: ModelShape, fault: Fault) -> tuple[Tensor, Tensor]:
@@ -255,16 +248,6 @@ def _kept_groups(chosen_by: Tensor, shape: ModelShape, fault: Fault) -> Tensor:
     kept = torch.zeros_like(group_scores).scatter_(-1, group_scores.topk(shape.top_k_groups, -1).indices, 1.0).bool()
     kept = kept[..., None].expand(grouped.shape)
     return (kept.transpose(-1, -2) if strided else kept).flatten(-2)
-
-
-def _stale(h: Tensor, fault: Fault, answers: Tensor | None) -> Tensor:
-    """[B, L, H] with the rows that the fault says read from elsewhere."""
-    if fault.stale == "none":
-        return h
-    wrong = h.roll(1, 1) if fault.stale == "step" else h.roll(1, 0)
-    if fault.answer_only and answers is not None:
-        wrong = torch.where(answers[..., None], wrong, h)
-    return wrong
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
