@@ -144,8 +144,8 @@ class AdminEndpoints:
         self._front.loaded()
         async with self._bodies.body(exchange.request) as body:
             asked = _abort.read(decode_object(body))
-        wanted = asked.request_id if asked.request_id is not None else asked.rid
-        if wanted is None and not asked.abort_all:
+        wanted = asked.request_id or asked.rid
+        if not wanted and not asked.abort_all:
             raise bad_request("request_id is required", "request_id")
         wanted = None if asked.abort_all else wanted
         elsewhere = await self._front.siblings.ask("abort", wanted)

@@ -73,7 +73,7 @@ def decode_value(raw: bytes | bytearray | msgspec.Raw, param: str, decoder: msgs
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        if re.search("(float|int)` [<>]", str(error)):
+        if re.fullmatch(r"Expected `(float|int)` [<>]=? \S+", str(error)):
             raise bad_request(f"{param} must be {_bounds(decoder.type)}, not {_shown(raw)}", param) from None
         raise invalid(error, param) from None
     except _UNREADABLE as error:
@@ -104,8 +104,10 @@ def invalid(error: msgspec.ValidationError, param: str) -> ApiError:
         return bad_request(f"{place}.{missing[1]} is required", f"{place}.{missing[1]}")
     if text.startswith("Expected"):
         said = _WORD.sub(lambda match: _WORDS[match[0]], text)
+    elif text.startswith("Invalid enum value"):
+        said = f"is {text.removeprefix('Invalid enum value ')}, which is not supported"
     else:
-        said = re.sub("Invalid enum value (.*)", r"is \1, which is not supported", text, flags=re.DOTALL)
+        said = f"cannot be read: {text}"
     of_object = text.startswith("Expected `object`")
     return bad_request(f"{place} {said}", place if of_object else re.sub(r"(\[\d+\])+$", "", place))
 

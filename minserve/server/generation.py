@@ -139,7 +139,8 @@ class Choice:
 
     def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
         aside = self._text.take_aside()
-        self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
+        if aside:
+            self._has_calls = self._has_calls or any(isinstance(part, CallDelta) for part in aside)
         if finish_reason == "stop" and self._has_calls and not self._calls_are_a_stop:
             finish_reason = "tool_calls"
         self.finish_reason = finish_reason

@@ -7,6 +7,7 @@ and seconds where a client is out to make it long.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import decimal
 import json
@@ -114,10 +115,12 @@ def _any_object(wanted: Any, param: str) -> OutputForm:
 
 def _schema(value: Any, param: str) -> OutputForm:
     """A schema, or the text of one."""
-    schema = checked_schema(decode_value(value.encode("utf-8", "replace"), param) if isinstance(value, str) else value, param)
-    if len(json.dumps(schema)) > MAX_SCHEMA_LENGTH:
-        raise bad_request(f"{param} is over the limit of {MAX_SCHEMA_LENGTH} characters", param)
-    return OutputForm("schema", schema, param)
+    if isinstance(value, str):
+        value = decode_value(value.encode("utf-8", "replace"), param)
+    with contextlib.suppress(RecursionError):  # which is said better below
+        if len(json.dumps(value)) > MAX_SCHEMA_LENGTH:
+            raise bad_request(f"{param} is over the limit of {MAX_SCHEMA_LENGTH} characters", param)
+    return OutputForm("schema", checked_schema(value, param), param)
 
 
 def _regex(value: Any, param: str) -> OutputForm:

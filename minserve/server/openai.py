@@ -203,11 +203,17 @@ def _message(message: _Message, param: str) -> dict[str, Any]:
         raise bad_request(f"{param}.role is {message.role[:40]!r}; roles are {', '.join(_ROLES)}", f"{param}.role")
     made: dict[str, Any] = {"role": _ROLES[message.role], "content": None}
     if message.tool_calls and message.role == "assistant":
-        made["tool_calls"] = [{"type": "function", **msgspec.to_builtins(call)} for call in message.tool_calls]
+        made["tool_calls"] = list(map(_spoken, message.tool_calls))
     if message.content is not None or "tool_calls" not in made:
         made["content"] = joined_text(message.content, f"{param}.content")
     beside = {name: getattr(message, name) for name in ("name", "tool_call_id", "reasoning_content")}
     return {**made, **{name: value for name, value in beside.items() if value is not None}}
+
+
+def _spoken(call: _ToolCall) -> dict[str, Any]:
+    """Arguments stay a string or an object, as they came."""
+    arguments = "{}" if call.function.arguments is None else call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def joined_text(content: Any, param: str, types: tuple[str, ...] = ("text",)) -> str:

@@ -113,29 +113,24 @@ def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
 
 _KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 """Kind of block to the name of its events."""
+_ECHOED = "instructions", "max_output_tokens", "metadata", "tools", "tool_choice", "parallel_tool_calls", "user", "background"
+"""Fields that the answer repeats."""
 
 
 class ResponseWriter(BlockWriter):
     def __init__(self, generation: Generation, asked: Asked) -> None:
         super().__init__(generation)
         self._number = 0
-        options = generation.options
+        sampling = generation.options.sampling
         self._settings = {
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata,
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
+            **{name: getattr(asked, name) for name in _ECHOED},
             "text": {"format": {"type": "text"}, **asked.text},
-            "user": asked.user,
-            "background": False,
-            "model": options.model,
-            "parallel_tool_calls": asked.parallel_tool_calls,
+            "model": generation.options.model,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None, **asked.reasoning},
             "store": False,
-            "temperature": options.sampling.temperature,
-            "top_p": options.sampling.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
         }
 
