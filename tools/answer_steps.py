@@ -18,8 +18,7 @@ from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, kv_page_shape
 from minserve.models.decoder import Decoder
 from minserve.models.forward_context import ForwardContext
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 
 PAGE_SIZE = 64

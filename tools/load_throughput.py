@@ -26,8 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from minserve.kernels import reference, stacks
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import formats_from_config, load_weights, open_checkpoint
 from tools import page_cache_copies
 

@@ -27,8 +27,7 @@ from minserve.errors import CheckpointError, ExitCode, ServerError
 from minserve.kernels import reference
 from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.load_report import gigabytes
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.safetensors_header import read_header
 from minserve.models.tensor_names import named
 from minserve.models.weight_reader import WeightReader

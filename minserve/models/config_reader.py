@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from minserve.errors import CheckpointError
-from minserve.models.config_types import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig, WeightDtype, YarnConfig
+from minserve.models.model_config import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig, WeightDtype, YarnConfig
 from minserve.quantization import read_json_object
 
 _TOO_LARGE = 1 << 31

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import ModelConfig
 from minserve.models.destinations import Destination
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.attention import GroupedQueryAttention
@@ -22,6 +21,7 @@ from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
 from minserve.models.layers.streams import Lanes, SharedExpertPolicy, plan_streams
+from minserve.models.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):

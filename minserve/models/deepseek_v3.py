@@ -10,10 +10,10 @@ from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
 from minserve.models.config_reader import Fields, read_decoder, read_rope, yarn_mscale
-from minserve.models.config_types import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from minserve.models.decoder import Decoder
 from minserve.models.layers.mla import MultiHeadLatentAttention
 from minserve.models.layers.rotary import Rotary
+from minserve.models.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 
 # ---- config
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionShape
-from minserve.models.config_types import ModelConfig
 from minserve.models.forward_context import ForwardContext
+from minserve.models.model_config import ModelConfig
 
 
 class Model(Protocol):

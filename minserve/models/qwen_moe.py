@@ -8,10 +8,10 @@ from minserve.errors import CheckpointError
 from minserve.kernels.interface import RouterConfig
 from minserve.models.build_context import BuildContext
 from minserve.models.config_reader import Fields, read_decoder, read_rope
-from minserve.models.config_types import GqaConfig, ModelConfig, MoeConfig
 from minserve.models.decoder import Decoder
 from minserve.models.layers.attention import GroupedQueryAttention
 from minserve.models.layers.rotary import Rotary
+from minserve.models.model_config import GqaConfig, ModelConfig, MoeConfig
 
 # ---- config
 

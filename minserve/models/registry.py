@@ -13,13 +13,13 @@ from minserve.errors import CheckpointError
 from minserve.kernels.interface import Kernels
 from minserve.models import deepseek_v3, qwen_moe
 from minserve.models.build_context import BuildContext
-from minserve.models.config_reader import Fields
-from minserve.models.config_types import ModelConfig
+from minserve.models.config_reader import Fields, read_fields
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
 from minserve.models.layers.dispatcher import Dispatcher, LocalDispatcher
 from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.layers.streams import Lanes, SharedExpertPolicy
+from minserve.models.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ ROWS = (
 )
 
 
-def find_row(fields: Fields) -> Row:
-    """The row of a config.json; CheckpointError naming `architectures` or `model_type` when there is none."""
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Reads config.json and what stands beside it; CheckpointError names the field that is missing, wrong or not supported."""
+    fields = read_fields(model_dir)
     names = fields.get("architectures")
     named = [row for row in ROWS if isinstance(names, list) and row.architecture in names]
     if not named:
@@ -55,7 +56,7 @@ def find_row(fields: Fields) -> Row:
     model_type = fields.text("model_type")
     for row in named:
         if row.model_type == model_type:
-            return row
+            return row.parse(fields, row.architecture, model_dir)
     raise fields.unsupported("model_type", " or ".join(f'"{row.model_type}"' for row in named))
 
 

@@ -27,8 +27,8 @@ from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
 from minserve.models.load_report import LoadReport, gigabytes
 from minserve.models.model import Model
-from minserve.models.model_config import ModelConfig, load_model_config
-from minserve.models.registry import build_model
+from minserve.models.model_config import ModelConfig
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
 from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check, shared_expert
@@ -62,6 +62,10 @@ class Backend:
     kernels: Kernels
     stack_reason: str
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
@@ -91,14 +95,14 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
 
     timeline.begin("kv cache")
     mixed = mixed_graph_sizes(config, backend.device, exchange)
-    if exchange is not None and backend.device.type == "cuda":
+    if exchange is not None and backend.on_gpu:
         with exchange.rehearsal(model):
             _own_cache(config, model, backend, mixed, group)
     group.wait_for_all("compiled")  # the first exchange of tokens must not wait for a rank that still reads or compiles
     size = _plan_cache(config, model, backend, mixed, group)
     cache = kv_cache.allocate(size, model.attention_shape, model.num_layers, backend.kv_dtype, backend.device)
     limits = Limits.of(config, model_config.vocab_size, size.num_pages, size.max_model_len)
-    floor = PREFILL_FLOOR_SECONDS if backend.device.type == "cuda" else 0.0
+    floor = PREFILL_FLOOR_SECONDS if backend.on_gpu else 0.0
     limits = msgspec.structs.replace(limits, prefill_floor_seconds=floor, mixed_sizes=mixed)
     with kv_cache.refusal_of_memory("the sampler's and the batch's buffers"):
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
@@ -263,10 +267,9 @@ def predicted_against_measured(
     config: Config, model: Decoder, backend: Backend, size: KVPlan, report: LoadReport
 ) -> dict[str, dict[str, float]]:
     """Logs what `minserve plan` would have said beside what the start found; for /server_info."""
-    on_gpu = backend.device.type == "cuda"
-    device_bytes = torch.cuda.mem_get_info(backend.device)[1] if on_gpu else 0
+    device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.on_gpu else 0
     plan = forecast.forecast(config, model.config, backend.kernels, backend.dtype, device_bytes)
-    rows = forecast.compare(plan, report, size, on_gpu=on_gpu)
+    rows = forecast.compare(plan, report, size, on_gpu=backend.on_gpu)
     log.info("memory as planned: %s", forecast.sentence(rows))
     return rows
 
@@ -308,7 +311,7 @@ def _plan_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[
 
 
 def _own_cache(config: Config, model: Model, backend: Backend, mixed: Sequence[int], group: Group) -> KVPlan:
-    if backend.device.type == "cuda":
+    if backend.on_gpu:
         sizes = graph_sizes(config, backend.device)
         memory = device_memory.left_for_cache(config, model, backend.kernels, backend.kv_dtype, backend.device, sizes, mixed)
         memory //= group.sharers  # ranks that share a GPU see each other's memory, and take equal parts of what is left
@@ -342,7 +345,7 @@ def _describe(
     group: Group,
     exchange: Exchange | None,
 ) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name(backend.device) if backend.on_gpu else "CPU"
     cache = f"{size.num_pages} pages of {size.page_size} tokens, {gigabytes(size.num_bytes)} (by {size.limited_by})"
     return {
         "config": printable(config),

@@ -22,7 +22,6 @@ import msgspec
 import torch
 import torch.distributed
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from minserve import roofline
@@ -32,7 +31,7 @@ from minserve.kernels.interface import kv_page_shape
 from minserve.models.decoder import Decoder
 from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
-from minserve.models.model_config import load_model_config
+from minserve.models.registry import load_model_config
 from minserve.request import SamplingParams
 from minserve.runtime import assembly, bench_ranks, kv_cache
 from minserve.runtime.assembly import Backend
@@ -42,7 +41,7 @@ from minserve.runtime.parallel import Group
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.startup import Timeline
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
-from minserve.runtime.trace_step import KeepingRecorder, draw, edge_table, table, trace
+from minserve.runtime.trace_step import KeepingRecorder, draw, edge_table, table, titled, trace
 
 WARM_STEPS = 5
 REPEATS = 3
@@ -129,7 +128,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(_measure(runner, step, mode, floor, options.steps))
             log.info("%s", rows[-1])
         del runner
-    if backend.device.type == "cuda":  # a profiler may slow what comes after it, so it comes last
+    if backend.on_gpu:  # a profiler may slow what comes after it, so it comes last
         for batch in options.batch if options.trace else options.batch[:1]:
             runner = _runner(model, backend, config, batch, options.context)
             for mode in (mode for mode in _modes(model, options) if mode != "eager"):
@@ -142,7 +141,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "context": options.context,
         "stack": backend.kernels.name,
         "dtype": str(backend.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU",
+        "device": torch.cuda.get_device_name(backend.device) if backend.on_gpu else "CPU",
         "floor_of": GPU.name,
         "ranks": group.seat.num_ranks,
         "dispatcher": "local" if exchange is None else exchange.name,
@@ -367,12 +366,10 @@ def _show(report: dict[str, Any]) -> None:
     title = f"{report['model']}: decode step on {report['device']}, {report['stack']}, context {report['context']}"
     if report["ranks"] > 1:
         title += f"; each of {report['ranks']} ranks, {report['dispatcher']}, busiest rank {report['busiest_rank']} of the mean"
-    shown = Table(title=title, title_justify="left")
-    for column in ("batch", "mode", "ms/step", "spread", "device ms", "floor ms", "share"):
-        shown.add_column(column, justify="left" if column == "mode" else "right")
+    shown = titled(title, ("mode",), ("batch", "ms/step", "spread", "device ms", "floor ms", "share"))
     for row in report["rows"]:
         shown.add_row(
-            *(str(row["batch"]), row["mode"], f"{row['step']:.3f}", f"{row['spread']:.1%}"),
+            *(row["mode"], str(row["batch"]), f"{row['step']:.3f}", f"{row['spread']:.1%}"),
             *("-" if row["device"] is None else f"{row['device']:.3f}", f"{row['floor']:.2f}", f"{row['share']:.0%}"),
         )
     console = _console()

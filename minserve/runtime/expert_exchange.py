@@ -20,12 +20,12 @@ from minserve.config import Config
 from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_limits import Abilities
-from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
 from minserve.models.formats import BLOCK
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Rehearsal, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.placement import ExpertPlacement, read_loads
+from minserve.models.model_config import ModelConfig
 from minserve.runtime.parallel import Group
 from minserve.seat import Seat
 

@@ -9,8 +9,8 @@ import torch
 
 from minserve.config import Config
 from minserve.kernels.interface import Kernels, dtype_bytes
-from minserve.models.config_types import ModelConfig
 from minserve.models.load_report import LoadReport, gigabytes
+from minserve.models.model_config import ModelConfig
 from minserve.plan import Plan, measure
 from minserve.roofline import H200, in_memory, shape_from_config
 from minserve.runtime.kv_cache import KVPlan

@@ -27,8 +27,7 @@ from minserve.kernels.triton_exchange import quantize_rows
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, MaskedTokens, TorchDispatcher
 from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.layers.streams import CudaLanes
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
 from minserve.runtime import expert_exchange, parallel, self_check

@@ -17,8 +17,8 @@ from minserve.models.checkpoint import read_quantization_config
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
 from minserve.models.layers.streams import CudaLanes
-from minserve.models.model_config import ModelConfig, load_model_config
-from minserve.models.registry import build_model
+from minserve.models.model_config import ModelConfig
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import ModelRunner, Sampled

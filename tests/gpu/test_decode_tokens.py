@@ -19,8 +19,7 @@ from minserve.config import EMBEDDED_DIRECTORY
 from minserve.kernels import reference, stacks
 from minserve.kernels.interface import ExpertWeights, Kernels, LinearWeight, kv_page_shape
 from minserve.models.layers.streams import CudaLanes
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import Request, SamplingParams
 from minserve.runtime.model_runner import ModelRunner

@@ -17,8 +17,7 @@ from minserve.kernels import reference
 from minserve.kernels.interface import ExpertWeights, Kernels
 from minserve.models.checkpoint import open_checkpoint
 from minserve.models.decoder import Decoder
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 256}

@@ -18,8 +18,7 @@ from minserve.kernels import reference
 from minserve.models.decoder import Decoder
 from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
 from minserve.models.layers.placement import ExpertPlacement
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 
 CPU = torch.device("cpu")

@@ -14,9 +14,8 @@ from minserve.capture_flags import EAGER
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, Kernels, kv_page_shape
 from minserve.models.forward_context import ForwardContext
-from minserve.models.model_config import load_model_config
 from minserve.models.quantization_claim import formats_from_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights
 
 every_variant = pytest.mark.parametrize("variant", sorted(VARIANTS))

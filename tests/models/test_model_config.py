@@ -10,9 +10,9 @@ import torch
 from tiny_checkpoints import VARIANTS
 
 from minserve.errors import CheckpointError, ExitCode
-from minserve.models.config_types import GqaConfig, MlaConfig
 from minserve.models.layers.rotary import inverse_frequencies
-from minserve.models.model_config import load_model_config
+from minserve.models.model_config import GqaConfig, MlaConfig
+from minserve.models.registry import load_model_config
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 DEEPSEEK_V3 = {

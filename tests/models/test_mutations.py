@@ -14,8 +14,8 @@ from tiny_checkpoints import VARIANTS
 
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels
-from minserve.models.config_types import ModelConfig
 from minserve.models.decoder import Decoder
+from minserve.models.model_config import ModelConfig
 
 TOKENS = prompt(75, seed=11)
 PREFILL = 70

@@ -19,9 +19,8 @@ from minserve.models.checkpoint import read_quantization_config
 from minserve.models.coverage import prove_coverage
 from minserve.models.decoder import Decoder
 from minserve.models.formats import LAYOUTS, Format, stored_names
-from minserve.models.model_config import load_model_config
 from minserve.models.quantization_claim import formats_from_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.tensor_names import canonical_name
 from minserve.roofline import kv_bytes_per_token, parameters, shape_from_config, weight_bytes
 

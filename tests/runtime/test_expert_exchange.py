@@ -18,7 +18,7 @@ from minserve.errors import EnvironmentFault, UsageError
 from minserve.kernels import deep_ep_limits
 from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
 from minserve.models.layers.placement import ExpertPlacement
-from minserve.models.model_config import load_model_config
+from minserve.models.registry import load_model_config
 from minserve.runtime import expert_exchange
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.parallel import Group

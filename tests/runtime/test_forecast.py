@@ -17,7 +17,7 @@ from minserve.errors import DoesNotFit
 from minserve.kernels import reference
 from minserve.kernels.interface import Kernels
 from minserve.models.load_report import LoadReport
-from minserve.models.model_config import load_model_config
+from minserve.models.registry import load_model_config
 from minserve.plan import Plan
 from minserve.runtime import assembly
 from minserve.runtime.assembly import assemble

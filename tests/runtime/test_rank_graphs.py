@@ -13,8 +13,7 @@ from runtime.graph_doubles import HeldPlans, runner_of, with_graphs
 from minserve.models.layers.dispatcher import DeepEPDispatcher, TorchDispatcher
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.placement import ExpertPlacement
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
 from minserve.runtime import self_check

@@ -13,7 +13,7 @@ from minserve.errors import EnvironmentFault
 from minserve.kernels import reference
 from minserve.models.formats import Formats
 from minserve.models.layers.moe import MixtureOfExperts
-from minserve.models.model_config import load_model_config
+from minserve.models.registry import load_model_config
 from minserve.remembered import Remembered
 from minserve.runtime import shared_expert
 from minserve.runtime.shared_expert import Shape, Times

@@ -15,8 +15,7 @@ from minserve.kernels import reference
 from minserve.models.checkpoint import Checkpoint, open_checkpoint
 from minserve.models.decoder import Decoder
 from minserve.models.layers.placement import ExpertPlacement
-from minserve.models.model_config import load_model_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weight_reader import WeightReader
 from minserve.models.weights import load_weights
 from minserve.roofline import in_memory, shape_from_config, weight_bytes

@@ -16,9 +16,8 @@ from minserve.errors import CheckpointError
 from minserve.kernels import reference
 from minserve.models.decoder import Decoder
 from minserve.models.formats import Formats
-from minserve.models.model_config import load_model_config
 from minserve.models.quantization_claim import formats_from_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import LoadReport, dummy_weights, load_weights, open_checkpoint
 from tools.quantize_fp8 import QUANTIZATION_CONFIG, quantize_block, quantize_checkpoint
 

@@ -21,9 +21,8 @@ from minserve.kernels import reference
 from minserve.kernels.four_bits import widen_int4, widen_nvfp4
 from minserve.models.checkpoint import open_checkpoint, read_quantization_config
 from minserve.models.decoder import Decoder
-from minserve.models.model_config import load_model_config
 from minserve.models.quantization_claim import formats_from_config
-from minserve.models.registry import build_model
+from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, load_weights
 
 WIDENING = dataclasses.replace(reference.cpu(), name="widening", keeps_int4=False)

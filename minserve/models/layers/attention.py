@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from minserve.kernels.interface import AttentionShape, HeadNorms
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import GqaConfig
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.linear import Linear, Part
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
+from minserve.models.model_config import GqaConfig
 
 
 class GroupedQueryAttention(nn.Module):

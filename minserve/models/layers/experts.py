@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.reference import widen
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination, weight_destinations
 from minserve.models.formats import BLOCK, INT4_GROUP, LAYOUTS, Format, blocks
 from minserve.models.layers.dispatcher import FlatTokens, MaskedTokens
 from minserve.models.layers.linear import GatedMLP, Linear, parameter
 from minserve.models.layers.placement import ExpertPlacement
+from minserve.models.model_config import MoeConfig
 
 _PARTS = ("gate", "up", "down")
 

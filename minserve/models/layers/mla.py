@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from minserve.kernels.interface import AttentionShape
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import MlaConfig
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.linear import Linear, Part
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
+from minserve.models.model_config import MlaConfig
 
 LATENT_NORM_EPS = 1e-6
 """The published models norm their latents with this, whatever rms_norm_eps says of the other norms (Moonlight: 1e-5)."""

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from minserve.errors import UsageError
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import MoeConfig
 from minserve.models.formats import LAYOUTS
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.linear import GatedMLP, Linear, Part
 from minserve.models.layers.router import Router
 from minserve.models.layers.streams import Lanes, side_by_side
+from minserve.models.model_config import MoeConfig
 
 
 class SigmoidGatedMLP(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minserve.kernels.interface import RotaryTable
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import RopeConfig, YarnConfig
+from minserve.models.model_config import RopeConfig, YarnConfig
 
 
 class Rotary(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from minserve.models.build_context import BuildContext
-from minserve.models.config_types import MoeConfig
 from minserve.models.destinations import Destination
 from minserve.models.layers.linear import parameter
+from minserve.models.model_config import MoeConfig
 
 
 class Router(nn.Module):
