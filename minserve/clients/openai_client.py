@@ -81,7 +81,7 @@ class OpenAIClient:
         try:
             decoded = json.loads(text)
         except ValueError:
-            raise EnvironmentFault(f"{url} answered with something that is not JSON; is this an OpenAI-style server?") from None
+            decoded = None
         if not isinstance(decoded, dict):
             raise EnvironmentFault(f"{url} answered with something that is no JSON object; is this an OpenAI-style server?")
         return decoded

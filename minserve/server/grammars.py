@@ -146,7 +146,7 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
     multiples: list[int] = []
     try:
         made: dict[str, Any] = _clean(schema, MAX_DEPTH, multiples)
-        num_patterns = _Patterns(made).at_once(made, MAX_DEPTH)
+        num_patterns = _patterns_at_once(made)
     except RecursionError:
         raise bad_request(f"{param} has more than {MAX_DEPTH} levels of references or nesting", param) from None
     product = 1
@@ -159,38 +159,37 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
     return made
 
 
-class _Patterns:
-    """Counts how many patterns of a schema one text may have to match together: rather too many than too few."""
+def _patterns_at_once(root: dict[str, Any]) -> int:
+    """How many patterns of a schema one text may have to match together: rather too many than too few."""
+    everywhere = json.dumps(root).count('"pattern"')
+    known: dict[int, int] = {}
 
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
-        self._all = json.dumps(root).count('"pattern"')
-        self._known: dict[int, int] = {}
-
-    def at_once(self, part: Any, depth: int) -> int:
+    def counted(part: Any, depth: int) -> int:
         """What stands side by side adds up, of alternatives and of what holds for different values the most counts."""
         if isinstance(part, list):
-            return max((self.at_once(element, depth) for element in part), default=0)
+            return max((counted(element, depth) for element in part), default=0)
         if not isinstance(part, dict):
             return 0
         if depth == 0:
             raise RecursionError
-        if id(part) in self._known:
-            return self._known[id(part)]
-        self._known[id(part)] = 0  # while it is counted: a reference back to it adds nothing
+        if id(part) in known:
+            return known[id(part)]
+        known[id(part)] = 0  # while it is counted: a reference back to it adds nothing
         count = int(isinstance(part.get("pattern"), str))
         for key, value in part.items():
             if key == "allOf" and isinstance(value, list):
-                count += sum(self.at_once(element, depth - 1) for element in value)
+                count += sum(counted(element, depth - 1) for element in value)
             elif key == "$ref" and isinstance(value, str):
-                target = resolve(value, self._root)
-                count += self._all if target is None else self.at_once(target, depth - 1)
+                target = resolve(value, root)
+                count += everywhere if target is None else counted(target, depth - 1)
             elif key in ("properties", "patternProperties") and isinstance(value, dict):
-                count += self.at_once(list(value.values()), depth - 1)
+                count += counted(list(value.values()), depth - 1)
             elif key not in ("$defs", "definitions", *_DATA):
-                count += self.at_once(value, depth - 1)
-        self._known[id(part)] = count
+                count += counted(value, depth - 1)
+        known[id(part)] = count
         return count
+
+    return counted(root, MAX_DEPTH)
 
 
 def _clean(part: Any, depth: int, multiples: list[int]) -> Any:
