@@ -55,6 +55,13 @@ def decode(text: str) -> Seat:
     return msgspec.json.decode(text, type=Seat)
 
 
+def own_address(address: str, port: int) -> str:
+    """This host's address as a host of the group sees it. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, max(1, port)))  # sends nothing: only the route is looked up
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(address: str, port: int) -> str | None:
     """This host's network interface that leads to a host of the group, by name; None where the system does not tell.
 
@@ -62,9 +69,8 @@ def interface_towards(address: str, port: int) -> str | None:
     """
     request, ifreq = 0x8915, 256  # SIOCGIFADDR of Linux's <linux/sockios.h>, on a struct ifreq
     try:
+        local = socket.inet_aton(own_address(address, port))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))  # sends nothing: only the route is looked up
-            local = socket.inet_aton(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):  # one without an address
                     if fcntl.ioctl(probe, request, name.encode().ljust(ifreq, b"\0"))[20:24] == local:

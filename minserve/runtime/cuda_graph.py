@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -41,12 +42,10 @@ def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ..
 def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
     """Tokens of the mixed steps to capture, ascending: doubling, with one between from 1,024 to 4,096, where most are that carry
     decode rows. The last is the largest step that can be."""
-    sizes = [_LEAST_MIXED_TOKENS]
-    while sizes[-1] < max_step_tokens:
-        last = sizes[-1]
-        between = last in (1024, 2048)
-        sizes.append(last // 2 * 3 if between else last // 3 * 4 if last % 3 == 0 else last * 2)
-    return (*(size for size in sizes if size < max_step_tokens), max_step_tokens)
+    doubled = itertools.takewhile(
+        lambda size: size < max_step_tokens, (_LEAST_MIXED_TOKENS << power for power in itertools.count())
+    )
+    return tuple(sorted({*doubled, *(size for size in (1536, 3072) if size < max_step_tokens), max_step_tokens}))
 
 
 class Graph(Protocol):

@@ -436,9 +436,7 @@ _Entry = tuple[float, int, list[int], list[float]]
 
 def _as_tuples(values: Logprobs) -> list[_Entry]:
     """(logprob, rank, top ids, top logprobs) of each row."""
-    return list(
-        zip(values.logprobs.tolist(), values.ranks.tolist(), values.top_ids.tolist(), values.top_logprobs.tolist(), strict=True)
-    )
+    return list(zip(*(value.tolist() for value in values), strict=True))
 
 
 def _token_logprobs(token_id: int, entry: _Entry, num_top: int) -> TokenLogprobs:

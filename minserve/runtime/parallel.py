@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from minserve.errors import EnvironmentFault, RankLost, UsageError
 from minserve.runtime.step_agreement import StepAgreement
-from minserve.seat import ALONE, Seat
+from minserve.seat import ALONE, Seat, own_address
 
 START_TIMEOUT = datetime.timedelta(hours=6)
 """Ranks that load or compile may come this much later than the others; a dead one is noticed by its socket."""
@@ -173,16 +173,8 @@ def _listening(seat: Seat) -> Iterator[tuple[socket.socket, str | tuple[str, int
             listener.listen(seat.num_ranks)
             yield listener, path
     else:
-        with socket.create_server((_own_address(seat), 0), backlog=seat.num_ranks) as listener:
+        with socket.create_server((own_address(seat.address, seat.port), 0), backlog=seat.num_ranks) as listener:
             yield listener, listener.getsockname()[:2]
-
-
-def _own_address(seat: Seat) -> str:
-    """This host's address as rank 0's host sees it; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((seat.address, max(1, seat.port)))
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _dial(address: str | list[Any]) -> socket.socket:

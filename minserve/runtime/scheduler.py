@@ -81,8 +81,8 @@ class Scheduler:
         self._retired_step = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
         self._mixed_steps = self._nan_rows = self._dummy_steps = 0
-        self._eager_decode_steps: dict[str, int] = {}
-        self._graph_replays: dict[int, int] = {}
+        self._eager_decode_steps: collections.Counter[str] = collections.Counter()
+        self._graph_replays: collections.Counter[int] = collections.Counter()
 
     # requests come and go
 
@@ -346,9 +346,9 @@ class Scheduler:
         self._nan_rows += result.nan_rows
         self._mixed_steps += not step.decodes_only
         if result.graph_size is not None:
-            self._graph_replays[result.graph_size] = self._graph_replays.get(result.graph_size, 0) + 1
+            self._graph_replays[result.graph_size] += 1
         if result.eager_reason is not None:
-            self._eager_decode_steps[result.eager_reason] = self._eager_decode_steps.get(result.eager_reason, 0) + 1
+            self._eager_decode_steps[result.eager_reason] += 1
 
     def stats(self) -> StepStats:
         return StepStats(

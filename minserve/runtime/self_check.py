@@ -77,8 +77,7 @@ def check_graphs(
         trials += [Trial(size, "argmax", size - size // 8, len(trials) + size, "mixed") for size in runner.mixed_graphs.sizes]
     before = _copies(runner.sampler, (*_STATE[:-1], "reals", "integers"))
     try:
-        for layer in runner.kv_cache:
-            layer.fill_(torch.nan)
+        _poison(runner, ...)
         with _poisoned_token(runner.model) as poison:
             for done, trial in enumerate(trials):
                 on_progress(done / len(trials))
@@ -99,9 +98,8 @@ def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: i
     for size in sizes:
         for variant in VARIANTS:
             # Sampling does not depend on padding, so one variant takes the padded batch and the other the full one.
-            reals = {max(1, size - size // 3) if variant == "argmax" else size}
-            if level == "full":
-                reals = {1, size // 2 + 1, size}
+            few = max(1, size - size // 3) if variant == "argmax" else size
+            reals = {1, size // 2 + 1, size} if level == "full" else {few}
             for real in sorted({min(real, most_rows) for real in reals}):
                 trials.append(Trial(size, variant, real, seed=len(trials)))
     return trials
@@ -128,12 +126,12 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
     plan = runner.plan(batch)
     start = _copies(runner.sampler, _STATE)
     _fill_cache(runner, step, trial.seed)
-    written = _Places(runner, batch.attention.slot_mapping[: trial.real])
+    where = _places(runner, batch.attention.slot_mapping[: trial.real])
 
     def outcome(run: Callable[[], Sampled | tuple[Tensor]]) -> dict[str, Tensor]:
         _put_back(runner.sampler, start)
-        written.poison()
-        return _results(run(), runner, written, slots, trial.real)
+        _poison(runner, where)
+        return _results(run(), runner, where, slots, trial.real)
 
     def replay() -> Sampled | tuple[Tensor]:
         for tensor in graphs.result(trial.size, trial.variant):
@@ -151,7 +149,7 @@ def _check(runner: ModelRunner, trial: Trial, poison: int | None) -> None:
         broken = (~values.isfinite()).reshape(len(values), -1).any(1)
         if bool(broken.any()):
             raise SelfCheckFailed(f"{trial}: {name} of {_rows(broken)} are not numbers; padding or unused cache reaches them")
-    _clear_cache(runner, step)
+    _poison(runner, torch.tensor([page for row in step.rows for page in row.new_pages], device=runner.device))
 
 
 def _random_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> ScheduledStep:
@@ -253,41 +251,24 @@ def _fill_cache(runner: ModelRunner, step: ScheduledStep, seed: int) -> None:
         layer[where] = values.normal_(generator=generator).masked_fill_(mask, torch.nan)
 
 
-def _clear_cache(runner: ModelRunner, step: ScheduledStep) -> None:
-    where = torch.tensor([page for row in step.rows for page in row.new_pages], device=runner.device)
+def _places(runner: ModelRunner, slot_mapping: Tensor) -> tuple[Any, ...]:
+    """Where in each layer of the cache a step writes its tokens' entries."""
+    pages, offsets = slot_mapping // runner.limits.page_size, slot_mapping % runner.limits.page_size
+    return (pages, offsets) if runner.model.attention_shape.kind == "mla" else (pages, slice(None), offsets)
+
+
+def _poison(runner: ModelRunner, where: Any) -> None:
     for layer in runner.kv_cache:
         layer[where] = torch.nan
 
 
-class _Places:
-    """Where in the cache a step writes its tokens' entries."""
-
-    def __init__(self, runner: ModelRunner, slot_mapping: Tensor) -> None:
-        pages, offsets = slot_mapping // runner.limits.page_size, slot_mapping % runner.limits.page_size
-        self._where = (pages, offsets) if runner.model.attention_shape.kind == "mla" else (pages, slice(None), offsets)
-        self._cache = runner.kv_cache
-
-    def poison(self) -> None:
-        for layer in self._cache:
-            layer[self._where] = torch.nan
-
-    def entries(self) -> Tensor:
-        """[tokens, layers, numbers of an entry]"""
-        return torch.stack([layer[self._where].flatten(1) for layer in self._cache], dim=1)
-
-
-def _results(left: Sampled | tuple[Tensor], runner: ModelRunner, written: _Places, slots: Tensor, real: int) -> dict[str, Tensor]:
+def _results(left: Sampled | tuple[Tensor], runner: ModelRunner, where: Any, slots: Tensor, real: int) -> dict[str, Tensor]:
     """Copies of all that the step left for its real rows, each [real, ...]."""
+    entries = {"KV entries": torch.stack([layer[where].flatten(1) for layer in runner.kv_cache], dim=1)}
     if not isinstance(left, Sampled):
-        return {"hidden": left[0][:real].clone(), "KV entries": written.entries()}
-    return {
-        "hidden": left.hidden[:real].clone(),
-        "logits": left.logits[:real].clone(),
-        "tokens": left.tokens[:real].clone(),
-        "KV entries": written.entries(),
-        "last tokens": runner.sampler.last_tokens[slots],
-        "output index": runner.sampler.output_index[slots],
-    }
+        return {"hidden": left[0][:real].clone()} | entries
+    last = {"last tokens": runner.sampler.last_tokens[slots], "output index": runner.sampler.output_index[slots]}
+    return {name: getattr(left, name)[:real].clone() for name in ("hidden", "logits", "tokens")} | entries | last
 
 
 def _compare(trial: Trial, how: str, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

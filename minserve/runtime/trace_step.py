@@ -215,18 +215,24 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def titled(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table whose columns hold words, then numbers."""
+    shown = Table(title=title, title_justify="left")
+    for column in (*words, *numbers):
+        shown.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return shown
+
+
 def table(traced: StepTrace) -> Table:
     """One line a kernel of an entry: calls a layer, microseconds after the kernel before, bytes, bandwidth, share of the step."""
     rows: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
     for launch in traced.launches:
         rows[launch.entry or "torch", _short(launch.kernel)].append(launch)
-    shown = Table(
-        title=f"batch {traced.batch}: {len(traced.launches)} kernels, {len(traced.launches) / traced.layers:.1f} a layer, "
+    shown = titled(
+        f"batch {traced.batch}: {len(traced.launches)} kernels, {len(traced.launches) / traced.layers:.1f} a layer, "
         f"{traced.span / 1e3:.3f} ms, gaps {traced.gaps / traced.span:.1%}",
-        title_justify="left",
-    )
-    for column in ("entry", "kernel", "a layer", "us", "MB", "GB/s", "share"):
-        shown.add_column(column, justify="left" if column in ("entry", "kernel") else "right", overflow="fold")
+        ("entry", "kernel"), ("a layer", "us", "MB", "GB/s", "share"),
+    )  # fmt: skip
     for (entry, kernel), launches in sorted(rows.items(), key=lambda row: -sum(launch.alone for launch in row[1])):
         total = sum(launch.alone for launch in launches)
         megabytes = sum(launch.megabytes for launch in launches)
@@ -244,9 +250,7 @@ def table(traced: StepTrace) -> Table:
 
 def edge_table(traced: StepTrace) -> Table:
     """The graph's edges: which kernels may start while the one before still runs ("programmatic"), and which may not."""
-    shown = Table(title=f"edges at batch {traced.batch}", title_justify="left")
-    for column in ("from", "to", "kind", "a layer"):
-        shown.add_column(column, justify="right" if column == "a layer" else "left")
+    shown = titled(f"edges at batch {traced.batch}", ("from", "to", "kind"), ("a layer",))
     for edge, count in traced.edges.most_common():
         shown.add_row(_short(edge.before) or "-", _short(edge.after) or "-", edge.kind, f"{count / traced.layers:.2f}")
     return shown
