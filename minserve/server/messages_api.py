@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -29,7 +29,7 @@ class _Tool(msgspec.Struct):
 
 
 class _ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "none", "tool"]
+    type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
@@ -50,7 +50,6 @@ class _Asked(msgspec.Struct):
 
 
 _asked = Reader(_Asked)
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = {"enabled": "medium", "disabled": "none"}
 
 
@@ -71,7 +70,10 @@ def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> bytes:
     chat["tools"] = list(map(_tool, asked.tools))
     if (choice := asked.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
-        chat["tool_choice"] = _CHOICES.get(choice.type, named)
+        choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+        if choice.type not in choices:
+            raise bad_request(f"tool_choice.type must be one of {', '.join(choices)}", "tool_choice.type")
+        chat["tool_choice"] = choices[choice.type]
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return msgspec.json.encode(chat)
 
