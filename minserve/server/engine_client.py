@@ -53,8 +53,7 @@ class EngineClient(asyncio.BufferedProtocol):
     ) -> None:
         self.rank = rank
         self.starting: Starting | None = None
-        self.ready: Ready | None = None
-        self.became_ready = asyncio.Event()
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.stats = StepStats()
         self.last_heard = time.monotonic()
         """When the last frame came; an engine sends at least one a second."""
@@ -141,8 +140,7 @@ class EngineClient(asyncio.BufferedProtocol):
             case Starting():
                 self.starting = message
             case Ready():
-                self.ready = message
-                self.became_ready.set()
+                self.ready.set_result(message)
             case Fatal():
                 known = message.exit_code in list(ExitCode)
                 self._die(ExitCode(message.exit_code) if known else ExitCode.INTERNAL, message.message)

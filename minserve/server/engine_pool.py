@@ -101,9 +101,7 @@ class EnginePool:
 
     async def ready(self) -> list[Ready]:
         """Wait until every engine is ready; their facts in order of rank."""
-        for engine in self.engines:
-            await engine.became_ready.wait()
-        facts = [engine.ready for engine in self.engines if engine.ready is not None]
+        facts = [await asyncio.shield(engine.ready) for engine in self.engines]  # who gives up waiting does not undo it
         self._capacity = sum(ready.max_num_seqs for ready in facts) // self._num_workers
         self._balancer.know_pages([ready.num_pages for ready in facts], min(ready.page_size for ready in facts))
         return facts
@@ -171,7 +169,7 @@ class EnginePool:
     def silence(self) -> tuple[int, float]:
         """The rank that was heard last longest ago, and the seconds since; engines that still start are not counted."""
         now = time.monotonic()
-        ages = [(now - engine.last_heard, engine.rank) for engine in self.engines if engine.ready is not None]
+        ages = [(now - engine.last_heard, engine.rank) for engine in self.engines if engine.ready.done()]
         age, rank = max(ages, default=(0.0, 0))
         return rank, age
 

@@ -28,6 +28,9 @@ from minserve.server.tool_calls import (
     take_mark,
 )
 
+_FENCE = "```"
+"""May stand behind the object of a call."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MarkedFormat:
@@ -41,8 +44,6 @@ class MarkedFormat:
     call_end: str
     header: re.Pattern[str]
     """All text between `call_begin` and the object; groups `name`, and `index` where ids are `functions.NAME:INDEX`."""
-    fence: str = "```"
-    """May stand behind the object."""
 
 
 # V3 and R1 write `function<sep>NAME`, a line break and the object in a fenced block; V3.1 writes `NAME<sep>` and the object.
@@ -100,7 +101,7 @@ def read_marked(source: Source, form: MarkedFormat) -> Reading[None]:
         else:
             source.put_back(opening)
             yield from read_object(source, (form.call_end,))
-            ended = yield from skip_ends(source, form.fence, form.call_end)
+            ended = yield from skip_ends(source, _FENCE, form.call_end)
             ends = form.section_ends if ended else (form.call_end, *form.section_ends)
 
 
