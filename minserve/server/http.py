@@ -94,27 +94,25 @@ class BodyReader:
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        held = 0
+        body = bytearray()  # grows in place: joining parts would copy tens of megabytes at once
         try:
-            body = bytearray()  # grows in place: joining parts would copy tens of megabytes at once
             try:
                 async with asyncio.timeout(READ_TIMEOUT_SECONDS):
                     while part := await request.content.readany():
-                        held += len(part)
+                        body += part
                         self._held += len(part)
-                        if held > self._max_body:
+                        if len(body) > self._max_body:
                             raise self._too_large()
                         if self._held > self._max_held:
                             message = "Too many large bodies at once; try again later"
                             raise ApiError(429, message, code="bodies_too_large", retry_after=RETRY_AFTER_SECONDS)
-                        body += part
             except TimeoutError:
                 raise ApiError(408, f"The body did not arrive within {READ_TIMEOUT_SECONDS:g} s") from None
             except (web.RequestPayloadError, HttpProcessingError) as error:
                 raise bad_request(f"The body cannot be read: {error}", "body") from None
             yield body
         finally:
-            self._held -= held
+            self._held -= len(body)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is over the limit of {self._max_body} bytes", param="body", code="body_too_large")
