@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,25 +87,6 @@ def _write_shard(path: Path, shapes: dict[str, torch.Size], values: memoryview) 
         while end:
             written = file.write(values[place : min(place + end, len(values))])
             place, end = (place + written) % len(values), end - written
-
-
-def read_all(files: Sequence[Path]) -> float:
-    """GB/s of plain reads by several threads: they also bring the files into the page cache."""
-
-    def read(place: tuple[Path, int]) -> int:
-        buffer = idle.pop()
-        with place[0].open("rb", buffering=0) as file:
-            file.seek(place[1])
-            count = file.readinto(buffer)
-        idle.append(buffer)
-        return count
-
-    idle = [bytearray(READ_BYTES) for _ in range(READ_THREADS)]
-    places = [(file, begin) for file in files for begin in range(0, file.stat().st_size, READ_BYTES)]
-    began = time.perf_counter()
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        total = sum(pool.map(read, places))
-    return total / 1e9 / (time.perf_counter() - began)
 
 
 class HostMemory:
@@ -202,8 +183,11 @@ def in_child(kind: str, directory: Path, options: argparse.Namespace) -> dict[st
 
 def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = sorted(directory.glob("*.safetensors"))
-    read_all(files)
-    results: dict[str, Any] = {"plain reads": [{"gb_per_second": read_all(files)} for _ in range(options.repeat)]}
+    room = torch.empty(READ_THREADS * READ_BYTES, dtype=torch.uint8)
+    reads = [
+        page_cache_copies.read(files, room, READ_THREADS, READ_BYTES) for _ in range(1 + options.repeat)
+    ]  # the first one caches
+    results: dict[str, Any] = {"plain reads": [{"gb_per_second": spent["bytes"] / 1e9 / spent["read"]} for spent in reads[1:]]}
     say = sys.stdout.write
     for kind in [*KINDS] * options.repeat:
         results.setdefault(kind, []).append(in_child(kind, directory, options))
