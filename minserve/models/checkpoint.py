@@ -124,15 +124,11 @@ def _read_index(path: Path) -> _Index:
 
 def _indexed_files(model_dir: Path, index: _Index | None) -> list[Path]:
     """The weight files, all of them there."""
-    if index is None:
-        single = model_dir / SINGLE_NAME
-        if not os.path.lexists(single):
-            raise CheckpointError(_nothing_to_load(model_dir))
-        files = [single]
-    else:
-        files = [model_dir / name for name in sorted(set(index.weight_map.values()))]
+    if index is None and not os.path.lexists(model_dir / SINGLE_NAME):
+        raise CheckpointError(_nothing_to_load(model_dir))
+    promised = Counter(index.weight_map.values() if index else [SINGLE_NAME])
+    files = [model_dir / name for name in sorted(promised)]
     absent = []
-    promised = Counter(index.weight_map.values()) if index else Counter()
     for file in files:
         try:
             file.stat()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from minserve.errors import CheckpointError
@@ -24,10 +24,7 @@ def formats_from_config(quantization: Mapping[str, Any] | None) -> Formats:
     kind = None if quantization is None else claimed_format(quantization)
     if quantization is None or kind is None:
         return Formats(lambda _: "plain")
-    try:
-        is_excluded = _exclusion_rule(quantization)
-    except re.error as error:
-        raise CheckpointError(f"quantization_config excludes modules by a pattern that is not valid: {error}") from error
+    is_excluded = _exclusion_rule(quantization)
     return Formats(lambda name: kind if _is_projection(name) and not is_excluded(name) else "plain")
 
 
@@ -46,8 +43,8 @@ def config_disagreements(
         notes.append(f"{_titled(others, formats)} although quantization_config says {LAYOUTS[claimed].title}")
     try:
         is_excluded = _exclusion_rule(quantization)
-    except re.error as error:
-        return [f"quantization_config excludes modules by a pattern that is not valid ({error}); not compared with the tensors"]
+    except CheckpointError as error:
+        return [f"{error}; not compared with the tensors"]
     excluded_but_quantized = [name for name in quantized if is_excluded(name)]
     if excluded_but_quantized:
         notes.append(f"{_titled(excluded_but_quantized, formats)} although quantization_config excludes it")
@@ -66,16 +63,20 @@ def _titled(names: list[str], formats: Formats) -> str:
 
 
 def _exclusion_rule(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Does a section exclude this weight? `re:` is a regular expression, `*` a glob; else whole path segments, anywhere."""
+    """Does a section exclude this weight? `re:` is a regular expression, `*` a glob; else whole path segments, anywhere.
+
+    CheckpointError for an expression that is not valid."""
     patterns: list[re.Pattern[str]] = []
     runs: list[str] = []
-    for entry in _exclusions(quantization):
-        if entry.startswith("re:"):
-            patterns.append(re.compile(entry[3:]))
-        elif "*" in entry:
-            patterns.append(re.compile(fnmatch.translate(canonical_name(entry))))
-        else:
+    lists = [value for field in _EXCLUSION_FIELDS if isinstance(value := quantization.get(field), list)]
+    for entry in (entry for entries in lists for entry in entries if isinstance(entry, str)):
+        if not entry.startswith("re:") and "*" not in entry:
             runs.append(f".{canonical_name(entry)}.")
+            continue
+        try:
+            patterns.append(re.compile(entry[3:] if entry.startswith("re:") else fnmatch.translate(canonical_name(entry))))
+        except re.error as error:
+            raise CheckpointError(f"quantization_config excludes modules by a pattern that is not valid: {error}") from error
 
     def is_excluded(weight_name: str) -> bool:
         module = weight_name.rpartition(".")[0]
@@ -83,13 +84,6 @@ def _exclusion_rule(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
         return any(run in path for run in runs) or any(pattern.match(module) for pattern in patterns)
 
     return is_excluded
-
-
-def _exclusions(quantization: Mapping[str, Any]) -> Iterable[str]:
-    for field in _EXCLUSION_FIELDS:
-        value = quantization.get(field)
-        if isinstance(value, list):
-            yield from (entry for entry in value if isinstance(entry, str))
 
 
 def _is_projection(weight_name: str) -> bool:
