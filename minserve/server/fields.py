@@ -109,7 +109,7 @@ def invalid(error: msgspec.ValidationError, param: str) -> ApiError:
     else:
         said = f"cannot be read: {text}"
     of_object = text.startswith("Expected `object`")
-    return bad_request(f"{place} {said}", place if of_object else re.sub(r"(\[\d+\])+$", "", place))
+    return bad_request(f"{place} {said}", place if of_object else re.sub(r"\[\d+\]$", "", place))
 
 
 def _check_structure(body: bytes | bytearray) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from minserve.server.api_errors import bad_request
 from minserve.server.fields import RawFields, Reader, decode_value, invalid
-from minserve.server.options import Asked, ModelFacts, TopLogprobs, check_length, check_vocabulary
+from minserve.server.options import ModelFacts, TopLogprobs, check_length, check_vocabulary
 
 MAX_SEQUENCES = 2048
 """Prompts times choices of one body."""
@@ -81,8 +81,8 @@ class _ConversationFields(msgspec.Struct):
     reasoning_effort: str | None = None
 
 
-_OF_OPENAI_ALONE = {"n", "best_of", "max_completion_tokens", "prompt_logprobs", "return_token_ids"}
-PASSED_ON = {*Asked.__struct_fields__, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"} - _OF_OPENAI_ALONE
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos"}
+PASSED_ON = {"model", "stream", "max_tokens", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", *_SAMPLING}
 """Fields that other APIs spell alike."""
 
 _conversation = Reader(_ConversationFields)
