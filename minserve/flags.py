@@ -19,10 +19,10 @@ import msgspec
 
 from minserve.config import Config, flag_name, printable, validate
 from minserve.errors import UsageError
-from minserve.seat import SEAT_VARIABLE
+from minserve.seat import DESCRIPTOR_VARIABLE, SEAT_VARIABLE
 
 ENVIRONMENT_PREFIX = "MINSERVE_"
-INTERNAL_VARIABLES = frozenset({"MINSERVE_ENGINE_FD", SEAT_VARIABLE})
+INTERNAL_VARIABLES = frozenset({DESCRIPTOR_VARIABLE, SEAT_VARIABLE})
 """Set by launch for its own children; not settings."""
 
 

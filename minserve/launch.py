@@ -23,16 +23,15 @@ from pathlib import Path
 
 from minserve import config as configuration
 from minserve import front_workers
+from minserve import seat as seats
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
-from minserve.seat import ALONE, SEAT_VARIABLE, Seat, host_seats, interface_towards
-from minserve.seat import encode as encode_seat
+from minserve.seat import ALONE, Seat
 from minserve.server.app import serve
 
 ENGINE_MODULE = "minserve.runtime"
 MOCK_ENGINE_MODULE = "minserve.runtime.mock_engine"
-DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 LISTEN_BACKLOG = 4096
 """Connections that may wait for the front; the kernel caps it at net.core.somaxconn."""
 _ENGINE_LEAVES_WITHIN = 2.0
@@ -131,8 +130,8 @@ def _engines(config: Config, module: str) -> Iterator[tuple[_ByRank, list[list[s
     """This host's engine processes by rank, and of each worker its sockets to them. On leaving, they are gone."""
     with contextlib.ExitStack() as all_of_them:
         processes, by_rank = {}, []
-        with _seats(config) as seats:
-            for seat in seats:
+        with _seats(config) as own:
+            for seat in own:
                 processes[seat.rank], connections = all_of_them.enter_context(_engine(config, module, seat))
                 by_rank.append(connections)
         try:
@@ -156,7 +155,7 @@ def _seats(config: Config) -> Iterator[list[Seat]]:
     address, port = ("127.0.0.1", 0) if config.nnodes == 1 else (config.master_addr, config.master_port)
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(_meeting_point(address, port)) if 0 in ranks else None
-        yield host_seats(ranks, config.ep_size, address, port, listener)
+        yield seats.host_seats(ranks, config.ep_size, address, port, listener)
 
 
 def _meeting_point(address: str, port: int) -> socket.socket:
@@ -179,7 +178,7 @@ def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[s
                 near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 connections.append(ours.enter_context(near))
                 descriptors.append(theirs.enter_context(far).fileno())
-            told = {DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors)), SEAT_VARIABLE: encode_seat(seat)}
+            told = {seats.DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors)), seats.SEAT_VARIABLE: seats.encode(seat)}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
                 env=engine_environment(config, seat) | told,
@@ -272,7 +271,7 @@ def _shared_host_variables(seat: Seat) -> dict[str, str]:
     if seat.num_ranks == 1:
         return {}
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // seat.ranks_per_host))}
-    interface = interface_towards(seat.address, seat.port)
+    interface = seats.interface_towards(seat.address, seat.port)
     return threads | ({} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
 
 

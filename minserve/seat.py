@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 
 import msgspec
 
 SEAT_VARIABLE = "MINSERVE_ENGINE_SEAT"
+DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
+"""The numbers of an engine's sockets to the front's workers, in order."""
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +53,9 @@ def encode(seat: Seat) -> str:
     return msgspec.json.encode(seat).decode()
 
 
-def decode(text: str) -> Seat:
-    """Raises ValueError for what launch would not write."""
-    return msgspec.json.decode(text, type=Seat)
+def own_seat() -> Seat:
+    """This process's, as launch has told it; a seat alone where nobody did. Raises ValueError for what launch would not write."""
+    return msgspec.json.decode(os.environ.get(SEAT_VARIABLE, "{}"), type=Seat)
 
 
 def own_address(address: str, port: int) -> str:

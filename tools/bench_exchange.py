@@ -20,13 +20,15 @@ from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 from minserve.kernels.triton_exchange import quantize_rows
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, TorchDispatcher
-from minserve.runtime import bench_ranks
+from minserve.runtime import bench_ranks, parallel
 from minserve.runtime.cuda_graph import CudaRecorder
 from minserve.runtime.parallel import Group
+from minserve.seat import own_seat
 
 CALLS = 16
 """In one graph."""
 REPEATS = 15
+WATCHDOG_SECONDS = 300.0
 
 
 def main() -> int:
@@ -37,9 +39,9 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 128], help="of each rank")
     options = parser.parse_args()
-    if bench_ranks.own_seat().num_ranks != options.ep_size:
+    if own_seat().num_ranks != options.ep_size:
         return bench_ranks.spawn(sys.argv, options.ep_size)
-    group = bench_ranks.join(on_gpus=True)
+    group = parallel.join(own_seat(), WATCHDOG_SECONDS, on_gpus=True)
     rows = measure(group, options)
     lines = [f"{row['way']:>18} {row['tokens']:>5} tokens  {row['us']:8.1f} us  {row['gb_s']:7.1f} GB/s" for row in rows]
     sys.stdout.write("\n".join([*lines, json.dumps({"bench": "exchange", **vars(options), "rows": rows})]) + "\n")

@@ -9,14 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
 from minserve import seat as seats
-from minserve.runtime import parallel
-from minserve.runtime.parallel import Group
-from minserve.seat import SEAT_VARIABLE, Seat
-
-_WATCHDOG_SECONDS = 300.0
+from minserve.seat import SEAT_VARIABLE
 
 
 def spawn(program: Sequence[str], num_ranks: int) -> int:
@@ -41,13 +35,3 @@ def spawn(program: Sequence[str], num_ranks: int) -> int:
             process.kill()
             process.wait()
     return next((process.returncode for process in processes if process.returncode), 0)
-
-
-def own_seat() -> Seat:
-    """Of a process that `spawn` started; of any other one, a seat alone."""
-    return seats.decode(os.environ.get(SEAT_VARIABLE, "{}"))
-
-
-def join(*, on_gpus: bool) -> Group:
-    """Meet the other ranks."""
-    return parallel.join(own_seat(), parallel.GPUS if on_gpus and torch.cuda.is_available() else "gloo", _WATCHDOG_SECONDS)

@@ -33,7 +33,7 @@ from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
 from minserve.models.registry import load_model_config
 from minserve.request import SamplingParams
-from minserve.runtime import assembly, bench_ranks, kv_cache
+from minserve.runtime import assembly, bench_ranks, kv_cache, parallel
 from minserve.runtime.assembly import Backend
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
@@ -42,6 +42,7 @@ from minserve.runtime.scheduler import Limits
 from minserve.runtime.startup import Timeline
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 from minserve.runtime.trace_step import KeepingRecorder, draw, edge_table, table, titled, trace
+from minserve.seat import own_seat
 
 WARM_STEPS = 5
 REPEATS = 3
@@ -54,7 +55,7 @@ log = logging.getLogger("minserve.runtime")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. The last line of the output is JSON."""
     options = _parse(arguments)
-    seat = bench_ranks.own_seat()
+    seat = own_seat()
     if options.ep_size != seat.num_ranks:
         return bench_ranks.spawn(["-P", "-m", "minserve.runtime.bench_step", *(arguments or sys.argv[1:])], options.ep_size)
     level = "INFO" if options.verbose and seat.rank == 0 else "WARNING"
@@ -105,7 +106,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             shared_expert="fused" if options.shared_expert == ["fused"] else "serial",  # which may be overlapped at any time
             **{name: getattr(options, name) for name in ("device", "dtype", "stack", "ep_size", "moe_dispatcher")},
         )
-        group = bench_ranks.join(on_gpus=options.device != "cpu")
+        group = parallel.join(own_seat(), config.watchdog_timeout, on_gpus=options.device != "cpu")
         model_config = load_model_config(directory)
         if options.context > model_config.max_position_embeddings:
             raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
@@ -252,10 +253,7 @@ def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, 
 
 def _settled(step: ScheduledStep) -> ScheduledStep:
     """The same step once the runner knows its slots and pages."""
-    rows = tuple(
-        ScheduledRow(request_id=row.request_id, slot=row.slot, start=row.start, num_tokens=1, table_offset=1, samples=True)
-        for row in step.rows
-    )
+    rows = [msgspec.structs.replace(row, table_offset=1, new_pages=(), setup=None) for row in step.rows]
     return ScheduledStep.of(2, rows, len(rows))
 
 

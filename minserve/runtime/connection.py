@@ -28,8 +28,8 @@ from minserve.messages import (
     encode_frame,
 )
 from minserve.request import TokenOutput
+from minserve.seat import DESCRIPTOR_VARIABLE
 
-DESCRIPTOR_VARIABLE = "MINSERVE_ENGINE_FD"
 _RECEIVE_BYTES = 1 << 20
 _SHUTDOWN = encode_body(Shutdown())
 _PULSE_SECONDS = 0.5

@@ -15,8 +15,6 @@ import sys
 import time
 from typing import NoReturn
 
-import torch
-
 from minserve import messages
 from minserve import seat as seats
 from minserve.errors import ExitCode, RankLost, ServerError, UsageError
@@ -24,7 +22,7 @@ from minserve.models.layers.dispatcher import CollectiveFailed
 from minserve.request import Request, TokenOutput
 from minserve.runtime import parallel
 from minserve.runtime.assembly import assemble
-from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
+from minserve.runtime.connection import FrontConnection, FrontGone
 from minserve.runtime.controls import Controls
 from minserve.runtime.grammar import Grammars
 from minserve.runtime.model_runner import InFlight, ModelRunner
@@ -234,8 +232,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     try:
         if seat.num_ranks > 1:
             timeline.begin("meet the other ranks")
-        on_gpus = config.device != "cpu" and torch.cuda.is_available()
-        group = parallel.join(seat, parallel.GPUS if on_gpus else "gloo", config.watchdog_timeout)
+        group = parallel.join(seat, config.watchdog_timeout, on_gpus=config.device != "cpu")
         parts = assemble(config, timeline, group)
         timeline.begin("vocabulary")
         grammars = Grammars(parts.model.config.vocab_size)
@@ -314,9 +311,11 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         connection = FrontConnection.inherited()
-        seat = seats.decode(os.environ.get(seats.SEAT_VARIABLE, "{}"))
+        seat = seats.own_seat()
     except (KeyError, ValueError, OSError):
-        sys.stderr.write(f"minserve: error: engines are started by `minserve launch` ({DESCRIPTOR_VARIABLE} names no socket)\n")
+        sys.stderr.write(
+            f"minserve: error: engines are started by `minserve launch` ({seats.DESCRIPTOR_VARIABLE} names no socket)\n"
+        )
         return UsageError.exit_code
     connection.leave_with_front()
     code = serve(connection, seat)

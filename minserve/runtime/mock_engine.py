@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from minserve import messages
@@ -29,31 +30,21 @@ _PAGE_SIZE = 64
 log = logging.getLogger("minserve.mock_engine")
 
 
-class Echo:
-    """One request under way. Its tokens are its prompt's, over and over, stop tokens left out."""
-
-    __slots__ = ("made", "request", "tokens")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.made = 0
-        stops = frozenset(request.sampling.stop_token_ids)
-        spoken = [token for token in request.prompt_token_ids[1:] if token not in stops] or [0]
-        self.tokens = itertools.cycle(spoken)
-
-    def advance(self) -> TokenOutput:
-        sampling = self.request.sampling
-        first = self.made == 0
-        tokens = (next(self.tokens),) if sampling.max_tokens else ()
-        self.made += len(tokens)
-        prompt = self.request.prompt_token_ids
-        return TokenOutput(
-            request_id=self.request.id,
+def echo(request: Request) -> Iterator[TokenOutput]:
+    """A request's output of each step: its prompt's tokens, over and over, stop tokens left out."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    stops = frozenset(sampling.stop_token_ids)
+    spoken = itertools.cycle([token for token in prompt[1:] if token not in stops] or [0])
+    for made in range(1, max(1, sampling.max_tokens) + 1):
+        first = made == 1
+        tokens = (next(spoken),) if sampling.max_tokens else ()
+        yield TokenOutput(
+            request_id=request.id,
             token_ids=tokens,
             logprobs=() if sampling.logprobs is None else tuple(map(_certain, tokens)),
             prompt_logprobs=(None, *map(_certain, prompt[1:])) if first and sampling.prompt_logprobs is not None else None,
-            finish_reason=FinishReason.LENGTH if self.made >= sampling.max_tokens else None,
-            queue_seconds=time.monotonic() - self.request.arrival_time if first else None,
+            finish_reason=FinishReason.LENGTH if made >= sampling.max_tokens else None,
+            queue_seconds=time.monotonic() - request.arrival_time if first else None,
         )
 
 
@@ -70,7 +61,7 @@ class MockEngine:
         self._pause = 1.0 / tokens_per_second
         self._max_num_seqs = max_num_seqs
         self._info = info
-        self._running: dict[int, Echo] = {}
+        self._running: dict[int, Iterator[TokenOutput]] = {}
         self._waiting: dict[int, Request] = {}
         self._steps = 0
         self._leaving = False
@@ -97,8 +88,8 @@ class MockEngine:
         self._steps += 1
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting.pop(next(iter(self._waiting)))
-            self._running[request.id] = Echo(request)
-        outputs = [echo.advance() for echo in self._running.values()]
+            self._running[request.id] = echo(request)
+        outputs = list(map(next, self._running.values()))
         for output in outputs:
             if output.finish_reason is not None:
                 del self._running[output.request_id]

@@ -107,13 +107,11 @@ def alone() -> Group:
     return Group(ALONE, StepAgreement(0, {}), None, None)
 
 
-def join(seat: Seat, backend: str, watchdog_seconds: float) -> Group:
-    """Meet the other ranks; returns once all are there. Raises EnvironmentFault.
-
-    `backend`: torch.distributed's name, `GPUS` for ranks that have one each.
-    """
+def join(seat: Seat, watchdog_seconds: float, *, on_gpus: bool) -> Group:
+    """Meet the other ranks; returns once all are there. Raises EnvironmentFault. `on_gpus`: ranks have one each, if any."""
     if seat.num_ranks == 1:
         return alone()
+    backend = GPUS if on_gpus and torch.cuda.is_available() else "gloo"
     sharers = claim_gpu(seat) if backend == GPUS else 1
     try:
         # The socket was bound by launch, so that no port can be lost between its choice and its use.

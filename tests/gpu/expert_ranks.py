@@ -49,7 +49,7 @@ def main() -> None:
     rank, num_ranks, port = (int(word) for word in sys.argv[1:4])
     folder, part = Path(sys.argv[4]), sys.argv[5]
     seat = Seat(rank=rank, num_ranks=num_ranks, ranks_per_host=num_ranks, port=port)
-    group = parallel.join(seat, parallel.GPUS, 300.0)
+    group = parallel.join(seat, 300.0, on_gpus=True)
     {"layers": layers, "replays": replays}[part](group, folder)
     group.wait_for_all("done")
     torch.cuda.synchronize()

@@ -28,7 +28,8 @@ from minserve.messages import (
 )
 from minserve.request import TokenOutput
 from minserve.runtime import connection as connection_module
-from minserve.runtime.connection import DESCRIPTOR_VARIABLE, FrontConnection, FrontGone
+from minserve.runtime.connection import FrontConnection, FrontGone
+from minserve.seat import DESCRIPTOR_VARIABLE
 
 
 @pytest.fixture
