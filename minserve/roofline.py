@@ -88,6 +88,10 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """Reads a published config.json (already parsed). Raises KeyError naming a missing field, and what a value of a wrong kind
     raises."""
     text: Mapping[str, Any] = config.get("text_config") or config
+
+    def count(name: str, default: int = 0) -> int:
+        return int(text.get(name) or default)
+
     layers = int(text["num_hidden_layers"])
     if layers > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}")
@@ -95,14 +99,14 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     model_type = str(text.get("model_type", ""))
     v3 = mla and model_type != "deepseek_v2"
     num_experts = int(text.get("n_routed_experts") or text.get("num_local_experts") or text.get("num_experts") or 0)
-    expert_width = int(text.get("moe_intermediate_size") or 0)
+    expert_width = count("moe_intermediate_size")
     if mla:
         shared = int(text.get("n_shared_experts", v3) or 0) * expert_width
-        step, first = int(text.get("moe_layer_freq") or 1), int(text.get("first_k_dense_replace", 3 * v3) or 0)
+        step, first = count("moe_layer_freq", 1), int(text.get("first_k_dense_replace", 3 * v3) or 0)
         sparse = sum(i >= first and i % step == 0 for i in range(layers))
     else:
-        shared = int(text.get("shared_expert_intermediate_size") or 0)
-        step = int(text.get("decoder_sparse_step") or 1)
+        shared = count("shared_expert_intermediate_size")
+        step = count("decoder_sparse_step", 1)
         dense_only = set(text.get("mlp_only_layers") or ())
         sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(layers))
     kind = claimed_format(quantization_section(config))
@@ -114,19 +118,19 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         vocab=int(text["vocab_size"]),
         tied_embeddings=bool(text.get("tie_word_embeddings", False)),
         heads=heads,
-        kv_heads=0 if mla else int(text.get("num_key_value_heads") or heads),
+        kv_heads=0 if mla else count("num_key_value_heads", heads),
         head_dim=0 if mla else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-        q_lora=int(text.get("q_lora_rank") or 0),
-        kv_lora=int(text.get("kv_lora_rank") or 0),
-        nope=int(text.get("qk_nope_head_dim") or 0),
-        rope=int(text.get("qk_rope_head_dim") or 0),
-        v_dim=int(text.get("v_head_dim") or 0),
+        q_lora=count("q_lora_rank"),
+        kv_lora=count("kv_lora_rank"),
+        nope=count("qk_nope_head_dim"),
+        rope=count("qk_rope_head_dim"),
+        v_dim=count("v_head_dim"),
         qkv_bias=bool(text.get("qkv_bias", model_type == "qwen2_moe")),
         qk_norm=model_type.startswith("qwen3"),
         num_sparse_layers=sparse if num_experts else 0,
-        dense_intermediate=int(text.get("intermediate_size") or 0),
+        dense_intermediate=count("intermediate_size"),
         num_experts=num_experts,
-        top_k=int(text.get("num_experts_per_tok") or 0),
+        top_k=count("num_experts_per_tok"),
         expert_intermediate=expert_width,
         shared_intermediate=shared,
         shared_gate=model_type == "qwen2_moe",

@@ -152,24 +152,20 @@ class Grammars:
         """
         if not self._live:
             return None
-        places: list[int] = []
-        asked: list[tuple[int, _Constraint]] = []
-        for place, row in enumerate(row for row in step.rows if row.samples):
-            constraint = self._live.get(row.request_id)
-            if constraint is not None and constraint.holds:
-                places.append(place)
-                asked.append((row.request_id, constraint))
+        sampling = (row for row in step.rows if row.samples)
+        live = [(place, row.request_id, self._live.get(row.request_id)) for place, row in enumerate(sampling)]
+        asked = [(place, request_id, one) for place, request_id, one in live if one is not None and one.holds]
         if not asked:
             return None
         began = time.perf_counter()
         bits = torch.zeros(len(asked), self._num_words, dtype=torch.int32)
-        matchers = [(constraint.matcher, index) for index, (_, constraint) in enumerate(asked)]
+        matchers = [(constraint.matcher, index) for index, (_, _, constraint) in enumerate(asked)]
         self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * self._num_words, len(asked))
         words = bits.numpy().view(np.uint32)
-        useful = [index for index, entry in enumerate(asked) if self._finish_mask(*entry, words[index])]
+        useful = [index for index, (_, own, one) in enumerate(asked) if self._finish_mask(own, one, words[index])]
         self.num_masks += len(asked)
         self.mask_seconds += time.perf_counter() - began
-        return TokenMasks([places[index] for index in useful], bits[useful]) if useful else None
+        return TokenMasks([asked[index][0] for index in useful], bits[useful]) if useful else None
 
     def _finish_mask(self, request_id: int, constraint: _Constraint, words: Words) -> bool:
         """Put the request's own ends into a mask; False when it allows nothing, and the request has to end."""

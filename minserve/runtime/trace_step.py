@@ -143,17 +143,16 @@ def _eager_calls(runner: ModelRunner, step: ScheduledStep) -> dict[str, list[tup
     ranges = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == "user_annotation")
     launched = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     kernels = _kernels(events)
-    longest: dict[str, int] = {}
     owners = []
-    for index, event in enumerate(kernels):
+    owned: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for event in kernels:
         at = launched.get(event["args"]["correlation"], -1.0)
-        owner = next((name for begin, end, name in ranges if begin <= at <= end and name in moved), "")
-        owners.append(owner)
-        if owner and (owner not in longest or event["dur"] > kernels[longest[owner]]["dur"]):
-            longest[owner] = index
+        owners.append(next((name for begin, end, name in ranges if begin <= at <= end and name in moved), ""))
+        owned[owners[-1]].append(event)
+    longest = {owner: max(its, key=lambda event: event["dur"]) for owner, its in owned.items()}
     calls: dict[str, list[tuple[str, float]]] = collections.defaultdict(list)
-    for index, (event, owner) in enumerate(zip(kernels, owners, strict=True)):
-        weight = moved[owner] / 1e6 if owner and longest[owner] == index else 0.0
+    for event, owner in zip(kernels, owners, strict=True):
+        weight = moved[owner] / 1e6 if owner and longest[owner] is event else 0.0
         calls[event["name"]].append((owner.partition("#")[0], weight))
     return calls
 
