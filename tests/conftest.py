@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from tiny_checkpoints import TinyCheckpoint
+
+hypothesis.settings.load_profile("ci")
+"""The same examples in every run, however slow the machine; `--hypothesis-profile=default` looks for others."""
+
+
+def pytest_runtest_setup() -> None:
+    """Every test's random numbers are its own: which tests share a process, and in what order, differs from run to run."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

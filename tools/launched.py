@@ -45,6 +45,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._main = psutil.Process(process.pid)
         self._log = log
+        self._fewest_files = sys.maxsize
 
     def log_lines(self, pattern: str) -> list[str]:
         """Those of its log in which the pattern is."""
@@ -54,7 +55,7 @@ class Server:
         return self.log_lines(r" (ERROR|CRITICAL) |^Traceback")
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=SETTLE_SECONDS) as answer:
             text = answer.read().decode()
         return sum(map(float, re.findall(rf"^minserve:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)))
 
@@ -73,11 +74,24 @@ class Server:
             if (running == 0 and pages == 0) or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        time.sleep(0.2)  # closed connections are still being let go
+        files = self._files_that_stay()
         fronts, engines = self.processes()
-        files = sum(process.num_fds() for process in (*fronts, *engines))
         front, engine = (sum(process.memory_info().rss for process in group) / 1e6 for group in (fronts, engines))
         return Reading(files, round(front, 1), round(engine, 1), pages, running)
+
+    def _files_that_stay(self) -> int:
+        """Closed connections are still being let go: no more than ever before, or what a second of answers does not change."""
+        files, since = self._open_files(), time.monotonic()
+        while files > self._fewest_files and time.monotonic() - since < 1.0:
+            self.metric("num_requests_running")
+            if (now := self._open_files()) != files:
+                files, since = now, time.monotonic()
+        self._fewest_files = min(self._fewest_files, files)
+        return files
+
+    def _open_files(self) -> int:
+        fronts, engines = self.processes()
+        return sum(process.num_fds() for process in (*fronts, *engines))
 
 
 @contextlib.contextmanager
