@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -50,12 +51,12 @@ def gone(process: psutil.Process) -> None:
     until(lambda: is_gone(process), f"the end of process {process.pid}")
 
 
-Streaming = tuple[ServerProcess, http.client.HTTPResponse]
+Streaming = tuple[ServerProcess, Future[bytes]]
 
 
 @contextlib.contextmanager
 def streaming(model: str, log: Path, *flags: str) -> Iterator[Streaming]:
-    """A server in the middle of a stream that would take very long to end by itself."""
+    """A server in the middle of a stream that would take very long to end by itself, and what is still to come of that."""
     with serving(model, "--max-model-len", "2048", *flags, log=log) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 24}
@@ -63,10 +64,10 @@ def streaming(model: str, log: Path, *flags: str) -> Iterator[Streaming]:
         response = connection.getresponse()
         assert response.status == 200
         assert response.readline().startswith(b"data: ")
-        try:
-            yield server, response
-        finally:
-            connection.close()
+        with ThreadPoolExecutor(1) as reader:  # a client that does not read would be cut off
+            yield server, reader.submit(response.read)
+            server.end()
+        connection.close()
 
 
 def test_an_unknown_flag_exits_2_with_the_nearest_match() -> None:
@@ -127,7 +128,7 @@ def test_a_context_that_cannot_fit_exits_5(model: str) -> None:
 
 def test_kill_9_of_the_engine_exits_6_within_two_seconds(model: str, log: Path) -> None:
     def scenario() -> float:
-        with streaming(model, log) as (server, response):
+        with streaming(model, log) as (server, rest):
             engine = server.engine()
             killed = time.monotonic()
             engine.kill()
@@ -135,9 +136,8 @@ def test_kill_9_of_the_engine_exits_6_within_two_seconds(model: str, log: Path) 
             took = time.monotonic() - killed
             assert f"engine 0 (pid {engine.pid}) was killed by SIGKILL" in server.log
             assert "Traceback" not in server.log
-            rest = response.read()
-            assert b'"error"' in rest
-            assert b"[DONE]" not in rest
+            assert b'"error"' in rest.result()
+            assert b"[DONE]" not in rest.result()
         return took
 
     once_within(2.0, scenario)
@@ -178,23 +178,22 @@ def test_a_signal_drains_and_leaves(model: str, log: Path, number: signal.Signal
 
 
 def test_the_drain_is_bounded(model: str, log: Path) -> None:
-    with streaming(model, log, "--drain-timeout", "0.2") as (server, response):
+    with streaming(model, log, "--drain-timeout", "0.2") as (server, rest):
         server.process.send_signal(signal.SIGTERM)
-        rest = response.read()
         assert server.process.wait(PATIENCE) == 0
-        assert b'"error"' in rest and b"[DONE]" not in rest
+        assert b'"error"' in rest.result() and b"[DONE]" not in rest.result()
 
 
 def test_a_second_signal_leaves_at_once(model: str, log: Path) -> None:
     """Waiting neither for the end of the answer nor for that of the drain."""
-    with streaming(model, log, "--drain-timeout", str(10 * PATIENCE)) as (server, response):
+    with streaming(model, log, "--drain-timeout", str(10 * PATIENCE)) as (server, rest):
         engine = server.engine()
         server.process.send_signal(signal.SIGINT)
         server.wait_for_log("draining")
         assert server.status("/ready") == 503
         server.process.send_signal(signal.SIGINT)
-        assert b"[DONE]" not in response.read()
         assert server.process.wait(PATIENCE) == 130
+        assert b"[DONE]" not in rest.result()
         assert is_gone(engine), "the server waits for its engines"
 
 
