@@ -20,7 +20,7 @@ from minserve.kernels import deep_ep_limits
 from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 from minserve.kernels.triton_exchange import quantize_rows
 from minserve.models.layers.dispatcher import DeepEPDispatcher, Dispatcher, TorchDispatcher
-from minserve.runtime import bench_ranks, parallel
+from minserve.runtime import parallel
 from minserve.runtime.cuda_graph import CudaRecorder
 from minserve.runtime.parallel import Group
 from minserve.seat import own_seat
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 128], help="of each rank")
     options = parser.parse_args()
     if own_seat().num_ranks != options.ep_size:
-        return bench_ranks.spawn(sys.argv, options.ep_size)
+        return parallel.spawn(sys.argv, options.ep_size)
     group = parallel.join(own_seat(), WATCHDOG_SECONDS, on_gpus=True)
     rows = measure(group, options)
     lines = [f"{row['way']:>18} {row['tokens']:>5} tokens  {row['us']:8.1f} us  {row['gb_s']:7.1f} GB/s" for row in rows]

@@ -33,7 +33,7 @@ from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
 from minserve.models.registry import load_model_config
 from minserve.request import SamplingParams
-from minserve.runtime import assembly, bench_ranks, kv_cache, parallel
+from minserve.runtime import assembly, kv_cache, parallel
 from minserve.runtime.assembly import Backend
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     seat = own_seat()
     if options.ep_size != seat.num_ranks:
-        return bench_ranks.spawn(["-P", "-m", "minserve.runtime.bench_step", *(arguments or sys.argv[1:])], options.ep_size)
+        return parallel.spawn(["-P", "-m", "minserve.runtime.bench_step", *(arguments or sys.argv[1:])], options.ep_size)
     level = "INFO" if options.verbose and seat.rank == 0 else "WARNING"
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

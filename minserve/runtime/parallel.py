@@ -11,10 +11,14 @@ import datetime
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from minserve.errors import EnvironmentFault, RankLost, UsageError
 from minserve.runtime.step_agreement import StepAgreement
-from minserve.seat import ALONE, Seat, own_address
+from minserve.seat import ALONE, SEAT_VARIABLE, Seat, encode, host_seats, own_address
 
 START_TIMEOUT = datetime.timedelta(hours=6)
 """Ranks that load or compile may come this much later than the others; a dead one is noticed by its socket."""
@@ -192,3 +196,30 @@ def _receive(connection: socket.socket, size: int) -> bytes:
         while len(data) < size and (more := connection.recv(size - len(data))):
             data += more
     return data
+
+
+def spawn(program: Sequence[str], num_ranks: int) -> int:
+    """Run a benchmark, `python PROGRAM`, as each rank on this machine; rank 0 alone prints. When one fails, all end.
+
+    The first exit code that is not 0.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *program],
+                env=os.environ | {SEAT_VARIABLE: encode(seat), "GLOO_SOCKET_IFNAME": "lo"},
+                pass_fds=[] if seat.listener is None else [seat.listener],
+                stdout=None if seat.rank == 0 else subprocess.DEVNULL,
+            )
+            for seat in host_seats(range(num_ranks), num_ranks, "127.0.0.1", 0, listener)
+        ]
+    try:
+        while any(process.poll() is None for process in processes):
+            if failed := [process.returncode for process in processes if process.returncode]:
+                return failed[0]
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return next((process.returncode for process in processes if process.returncode), 0)
