@@ -103,7 +103,7 @@ def _one_gpu() -> list[Job]:
     ]
     http = [Job(f"{model}-http", "http", ["-m", "tools.http_table", f"configs/shapes/{model}"], 1.0, 400) for model in MODELS]
     others = [
-        Job("load", "load", ["-m", "tools.load_throughput", "--gb", "20"], 1.0, 400),
+        Job("load", "load", ["-m", "tools.load_throughput", "--gb", "20"], 1.0, 580),
         Job("kernels", "kernels", ["-m", "minserve.kernels.bench"], 1.0, 300),
     ]
     return decode + layers + http + others + traces

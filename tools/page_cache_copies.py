@@ -29,8 +29,9 @@ from torch import Tensor
 MIB = 1 << 20
 READ_THREADS, READ_BLOCKS = (8, 16, 32, 64), (4 * MIB, 16 * MIB, 64 * MIB)
 COPY_THREADS, COPY_BLOCK = (1, 4, 8, 16, 32), 16 * MIB
-REGISTER_THREADS, REGISTERED_RANGE, REGISTERED_BYTES = (1, 8), 1 << 30, 8 << 30
-"""Registered range by range, and not much more than this in all: it may take as long as many reads."""
+REGISTER_THREADS = (1, 8)
+RANGE_BYTES, MAPPED_BYTES = 1 << 30, 8 << 30
+"""Files are registered range by range, and mapped until there is so much: some ways take as long as many reads."""
 READ_ONLY = 0x08
 """cudaHostRegisterReadOnly: else the driver wants to write to the pages, which a mapping for reading refuses."""
 
@@ -85,9 +86,9 @@ def _map_and_copy(files: Sequence[Path], device: torch.device, threads: int, *, 
     targets = torch.empty(threads, COPY_BLOCK, dtype=torch.uint8, device=device if to_gpu else "cpu")
     targets = targets.pin_memory() if device.type == "cuda" and not to_gpu else targets.fill_(1)
     began = time.perf_counter()
-    wholes = [mapped(file, populate=populate) for file in files]
+    ranges = _ranges(files, populate=populate)
     made = time.perf_counter() - began
-    return {"map": made, "copy": _copy(wholes, targets), "bytes": sum(whole.nbytes for whole in wholes)}
+    return {"map": made, "copy": _copy(ranges, targets), "bytes": sum(part.nbytes for part in ranges)}
 
 
 def register_rows(
@@ -103,10 +104,7 @@ def _register_and_copy(
     files: Sequence[Path], device: torch.device, threads: int, flags: int, *, writable: bool, populate: bool
 ) -> dict[str, float]:
     began = time.perf_counter()
-    ranges: list[Tensor] = []
-    for file in files:
-        if sum(part.nbytes for part in ranges) < REGISTERED_BYTES:
-            ranges += mapped(file, populate=populate, writable=writable).split(REGISTERED_RANGE)
+    ranges = _ranges(files, populate=populate, writable=writable)
     seconds = {"map": time.perf_counter() - began}
     cuda: Any = torch.cuda.cudart()
     targets = torch.empty(1, COPY_BLOCK, dtype=torch.uint8, device=device)
@@ -126,6 +124,14 @@ def _register_and_copy(
         began = time.perf_counter()
     seconds["unregister"] = time.perf_counter() - began
     return seconds | {"bytes": sum(part.nbytes for part in ranges)}
+
+
+def _ranges(files: Sequence[Path], *, populate: bool, writable: bool = False) -> list[Tensor]:
+    ranges: list[Tensor] = []
+    for file in files:
+        if sum(part.nbytes for part in ranges) < MAPPED_BYTES:
+            ranges += mapped(file, populate=populate, writable=writable).split(RANGE_BYTES)
+    return ranges
 
 
 def mapped(file: Path, *, populate: bool, writable: bool = False) -> Tensor:

@@ -58,7 +58,7 @@ def test_bytes_that_did_not_arrive_are_an_error(files: list[Path], monkeypatch: 
 
 
 def test_what_was_registered_is_given_back_when_a_range_is_refused(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache_copies, "REGISTERED_RANGE", 16384)
+    monkeypatch.setattr(page_cache_copies, "RANGE_BYTES", 16384)
     registered: list[int] = []
 
     class Cuda:
