@@ -54,25 +54,17 @@ def _prove_storage(parameters: _NamedViews, views: _NamedViews) -> int:
 
 def _first_difference(parameters: _NamedViews, views: _NamedViews, wanted: _Bytes, written: _Bytes) -> str:
     for name, parameter in parameters:
-        begin, end, _ = _ranges([(name, parameter)])
-        missing = int((end - begin).sum()) - _common_bytes(begin, end, written)
-        if missing:
-            total = parameter.numel() * parameter.element_size()
-            return f"{name}: {missing:,} of {total:,} bytes are written by no tensor of the checkpoint"
-    for name, view in views:
-        begin, end, _ = _ranges([(name, view)])
-        surplus = int((end - begin).sum()) - _common_bytes(begin, end, wanted)
-        if surplus:
-            return f"{name} would write {surplus:,} bytes outside of the model's parameters"
-    raise AssertionError("the ranges differ")
+        if missing := _bytes_outside(parameter, written):
+            return f"{name}: {missing:,} of {parameter.nbytes:,} bytes are written by no tensor of the checkpoint"
+    name, surplus = next((name, outside) for name, view in views if (outside := _bytes_outside(view, wanted)))
+    return f"{name} would write {surplus:,} bytes outside of the model's parameters"
 
 
-def _common_bytes(begin: _Bytes, end: _Bytes, other: _Bytes) -> int:
-    """Bytes that ranges share with merged ranges [2, n]."""
-    return sum(
-        int(np.clip(np.minimum(high, other[1]) - np.maximum(low, other[0]), 0, None).sum())
-        for low, high in zip(begin, end, strict=True)
-    )
+def _bytes_outside(view: Tensor, merged: _Bytes) -> int:
+    """How many of its bytes merged ranges [2, n] leave out."""
+    begin, end, _ = _ranges([("", view)])
+    shared = np.minimum(end[:, None], merged[1]) - np.maximum(begin[:, None], merged[0])
+    return view.nbytes - int(shared.clip(0).sum())
 
 
 def _merge(begin: _Bytes, end: _Bytes) -> _Bytes:

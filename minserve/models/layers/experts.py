@@ -37,7 +37,7 @@ class Experts(nn.Module):
         self.prefix = prefix
         self.kernels = build.kernels
         self.formats = build.formats
-        self.placement = build.placement_of(prefix) or ExpertPlacement.identity(config.num_experts)
+        self.placement = build.placement_of(prefix) or ExpertPlacement.spread(config.num_experts, 1, 0)
         self.intermediate_size = width = config.intermediate_size
         experts = range(config.num_experts)
         kept = build.kept_format([f"{prefix}.{expert}.{part}_proj.weight" for expert in experts for part in _PARTS])

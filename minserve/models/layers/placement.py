@@ -25,10 +25,6 @@ class ExpertPlacement:
     rank: int = 0
 
     @classmethod
-    def identity(cls, num_experts: int) -> ExpertPlacement:
-        return cls(tuple(range(num_experts)), num_experts)
-
-    @classmethod
     def spread(
         cls, num_experts: int, num_ranks: int, rank: int, redundant: int = 0, load: Sequence[float] | None = None
     ) -> ExpertPlacement:
