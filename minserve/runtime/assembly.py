@@ -31,7 +31,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
-from minserve.runtime import canary, device_memory, expert_exchange, forecast, kv_cache, parallel, self_check, shared_expert
+from minserve.runtime import canary, device_memory, expert_exchange, kv_cache, parallel, self_check, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
@@ -268,9 +268,9 @@ def predicted_against_measured(
 ) -> dict[str, dict[str, float]]:
     """Logs what `minserve plan` would have said beside what the start found; for /server_info."""
     device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.on_gpu else 0
-    plan = forecast.forecast(config, model.config, backend.kernels, backend.dtype, device_bytes)
-    rows = forecast.compare(plan, report, size, on_gpu=backend.on_gpu)
-    log.info("memory as planned: %s", forecast.sentence(rows))
+    plan = device_memory.forecast(config, model.config, backend.kernels, backend.dtype, device_bytes)
+    rows = device_memory.compare(plan, report, size, on_gpu=backend.on_gpu)
+    log.info("memory as planned: %s", device_memory.sentence(rows))
     return rows
 
 

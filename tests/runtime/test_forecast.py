@@ -21,7 +21,7 @@ from minserve.models.registry import load_model_config
 from minserve.plan import Plan
 from minserve.runtime import assembly
 from minserve.runtime.assembly import assemble
-from minserve.runtime.forecast import compare, forecast, sentence
+from minserve.runtime.device_memory import compare, forecast, sentence
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.startup import Timeline
 
