@@ -6,6 +6,7 @@ Flags, environment and config file are read in cli.py; this module does not know
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,45 +106,41 @@ _AT_LEAST = {
 
 def validate(config: Config) -> Config:
     """The same config, or UsageError with the flag and what to do."""
-    for name, least in ((name, least) for least, names in _AT_LEAST.items() for name in names):
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise UsageError(f"{flag_name(name)} must be at least {least}, not {value}")
-    for name in ("port", "master_port"):
-        if not 0 <= getattr(config, name) <= 65535:
-            raise UsageError(f"{flag_name(name)} must be between 0 and 65535, not {getattr(config, name)}")
-    if not 0.05 <= config.gpu_memory_utilization <= 1.0:
-        raise UsageError(f"--gpu-memory-utilization must be between 0.05 and 1, not {config.gpu_memory_utilization}")
-    if any(size < 1 for size in config.cuda_graph_bs):
-        raise UsageError(f"--cuda-graph-bs takes batch sizes of at least 1, not {min(config.cuda_graph_bs)}")
-    for name in ("api_key", "served_model_name"):
-        if any(not value.strip() for value in getattr(config, name)):
-            raise UsageError(f"{flag_name(name)} must not be empty")
-    if config.deterministic and (config.stack not in ("auto", "deterministic") or config.ep_size > 1):
-        raise UsageError("--deterministic is a kernel stack of its own, for one rank: leave --stack and --ep-size away")
-    _validate_ranks(config)
+    for complaint in _complaints(config):
+        raise UsageError(complaint)
     return config
 
 
-def _validate_ranks(config: Config) -> None:
-    """Raises UsageError for a group that cannot be."""
-    if config.moe_dispatcher == "local" and config.ep_size > 1:
-        raise UsageError(f"--moe-dispatcher local sends nothing to other ranks, and --ep-size {config.ep_size} needs that: torch")
+def _complaints(c: Config) -> Iterator[str]:
+    for name, least in ((name, least) for least, names in _AT_LEAST.items() for name in names):
+        value = getattr(c, name)
+        if value is not None and not value >= least:
+            yield f"{flag_name(name)} must be at least {least}, not {value}"
+    for name in ("port", "master_port"):
+        if not 0 <= getattr(c, name) <= 65535:
+            yield f"{flag_name(name)} must be between 0 and 65535, not {getattr(c, name)}"
+    if not 0.05 <= c.gpu_memory_utilization <= 1.0:
+        yield f"--gpu-memory-utilization must be between 0.05 and 1, not {c.gpu_memory_utilization}"
+    if any(size < 1 for size in c.cuda_graph_bs):
+        yield f"--cuda-graph-bs takes batch sizes of at least 1, not {min(c.cuda_graph_bs)}"
+    for name in ("api_key", "served_model_name"):
+        if any(not value.strip() for value in getattr(c, name)):
+            yield f"{flag_name(name)} must not be empty"
+    if c.deterministic and (c.stack not in ("auto", "deterministic") or c.ep_size > 1):
+        yield "--deterministic is a kernel stack of its own, for one rank: leave --stack and --ep-size away"
+    if c.moe_dispatcher == "local" and c.ep_size > 1:
+        yield f"--moe-dispatcher local sends nothing to other ranks, and --ep-size {c.ep_size} needs that: torch"
     for name in ("redundant_experts", "expert_load"):
-        if getattr(config, name) and config.ep_size == 1:
-            raise UsageError(f"{flag_name(name)} spreads experts over ranks, and there is one: see --ep-size")
-    if config.deepep_mode != "auto" and (config.ep_size == 1 or config.moe_dispatcher == "torch"):
-        raise UsageError(
-            f"--deepep-mode {config.deepep_mode}: DeepEP moves tokens between ranks, see --ep-size, --moe-dispatcher"
-        )
-    if config.ep_size % config.nnodes:
-        raise UsageError(
-            f"--ep-size {config.ep_size} counts the ranks of all hosts: it must be a multiple of --nnodes {config.nnodes}"
-        )
-    if config.node_rank >= config.nnodes:
-        raise UsageError(f"--node-rank {config.node_rank} must be below --nnodes {config.nnodes}: hosts count from 0")
-    if config.nnodes > 1 and config.master_port == 0:
-        raise UsageError("--master-port 0: with --nnodes above 1 all hosts must know the port")
+        if getattr(c, name) and c.ep_size == 1:
+            yield f"{flag_name(name)} spreads experts over ranks, and there is one: see --ep-size"
+    if c.deepep_mode != "auto" and (c.ep_size == 1 or c.moe_dispatcher == "torch"):
+        yield f"--deepep-mode {c.deepep_mode}: DeepEP moves tokens between ranks, see --ep-size, --moe-dispatcher"
+    if c.ep_size % c.nnodes:
+        yield f"--ep-size {c.ep_size} counts the ranks of all hosts: it must be a multiple of --nnodes {c.nnodes}"
+    if c.node_rank >= c.nnodes:
+        yield f"--node-rank {c.node_rank} must be below --nnodes {c.nnodes}: hosts count from 0"
+    if c.nnodes > 1 and c.master_port == 0:
+        yield "--master-port 0: with --nnodes above 1 all hosts must know the port"
 
 
 def flag_name(field: str) -> str:

@@ -31,6 +31,9 @@ from minserve.seat import Seat
 
 log = logging.getLogger("minserve.runtime")
 
+Placed = tuple[ExpertPlacement, Mapping[int, ExpertPlacement]]
+"""Where experts lie in most layers, and by layer where a measured load says so."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
@@ -83,8 +86,8 @@ def _moe_layers(model: Decoder) -> list[MixtureOfExperts]:
     return [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
 
 
-def place(config: Config, num_experts: int, seat: Seat) -> tuple[ExpertPlacement, dict[int, ExpertPlacement]]:
-    """Where experts lie in most layers, and by layer where a measured load says so. Raises UsageError."""
+def place(config: Config, num_experts: int, seat: Seat) -> Placed:
+    """Raises UsageError."""
     spread = functools.partial(ExpertPlacement.spread, num_experts, seat.num_ranks, seat.rank, config.redundant_experts)
     loads = {} if config.expert_load is None else read_loads(Path(config.expert_load).expanduser(), num_experts)
     return spread(), {layer: spread(load) for layer, load in loads.items()}
@@ -99,7 +102,7 @@ def digest(placement: ExpertPlacement, placements: Mapping[int, ExpertPlacement]
 def connect(
     config: Config,
     model_config: ModelConfig,
-    placed: tuple[ExpertPlacement, Mapping[int, ExpertPlacement]],
+    placed: Placed,
     stack: str,
     device: torch.device,
     group: Group,
@@ -116,8 +119,7 @@ def connect(
             log.info("DeepEP: %s", verdict)
         mode = _mode(config, able)
         if mode is not None:
-            exchange = _deep_ep(config, model_config, placement, group, able, mode)
-            return dataclasses.replace(exchange, placements=placements)
+            return _deep_ep(config, model_config, placed, group, able, mode)
     elif config.deepep_mode != "auto":
         raise UsageError(f"--deepep-mode {config.deepep_mode}: DeepEP is not used here (stack {stack})")
     through, library = None, "NCCL" if device.type == "cuda" else "gloo"
@@ -146,12 +148,11 @@ def _mode(config: Config, able: Abilities) -> str | None:
     return None
 
 
-def _deep_ep(
-    config: Config, model_config: ModelConfig, placement: ExpertPlacement, group: Group, able: Abilities, mode: str
-) -> Exchange:
+def _deep_ep(config: Config, model_config: ModelConfig, placed: Placed, group: Group, able: Abilities, mode: str) -> Exchange:
     from minserve.kernels.deep_ep_buffer import DeepEPBuffer
 
     assert group.collectives is not None
+    placement, placements = placed
     capacity = deep_ep_limits.capacity(config.max_num_seqs, group.sharers)
     num_slots = placement.slots_per_rank * placement.num_ranks
     if group.sharers > 1 and max(config.max_num_seqs, num_slots) > capacity:
@@ -179,4 +180,5 @@ def _deep_ep(
         captured=mode != "normal",
         low_latency_rows=rows,
         only_low_latency=mode == "low_latency",
+        placements=placements,
     )
