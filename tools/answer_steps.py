@@ -1,7 +1,7 @@
 """Drives the server's model over a paged cache through prompts and their right answers: prefill, then one token a step.
 
 Teacher-forced: greedy decoding is exact if and only if every right token is the arg-max after the right tokens before it.
-Knows the models' interface and nothing of faults.
+Lays steps out as the runtime does; knows nothing of faults.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from minserve.kernels import reference
-from minserve.kernels.interface import AttentionMetadata, kv_page_shape
+from minserve.kernels.interface import kv_page_shape
 from minserve.models.decoder import Decoder
 from minserve.models.forward_context import ForwardContext
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
+from minserve.runtime.batch import BatchBuilder
+from minserve.runtime.step import ScheduledRow, ScheduledStep
 
 PAGE_SIZE = 64
 PREFILL_TOKENS = 2048
@@ -76,6 +78,13 @@ class AnswerSteps:
             )
             for index in order
         ]
+        self._builder = BatchBuilder(
+            max_slots=len(pairs),
+            max_tokens=max(PREFILL_TOKENS, *(len(prompt) for prompt, _ in pairs)),
+            max_pages=max(counts),
+            page_size=PAGE_SIZE,
+            device=torch.device("cpu"),
+        )
         # One page more than there are, for a page table that points beyond.
         shape = (sum(counts) + 2, *kv_page_shape(model.attention_shape, PAGE_SIZE))
         self._cache = [torch.zeros(shape, dtype=next(model.parameters()).dtype) for _ in range(model.num_layers)]
@@ -105,27 +114,20 @@ class AnswerSteps:
     @torch.inference_mode()
     def _step(self, rows: list[tuple[_Row, int, list[int]]]) -> list[Tensor]:
         """(row, first position, tokens) of each row -> its logits fp32 [tokens, vocab]."""
-        lengths = [len(tokens) for _, _, tokens in rows]
-        ends = [start + length for (_, start, _), length in zip(rows, lengths, strict=True)]
-        positions = [torch.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        tables = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.pages, dtype=torch.int32) for row, _, _ in rows], True)
-        slots = [
-            torch.tensor(row.pages)[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
-            for (row, _, _), where in zip(rows, positions, strict=True)
-        ]
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
-            page_table=tables,
-            slot_mapping=torch.cat(slots),
-            page_size=PAGE_SIZE,
-            query_lens_host=tuple(lengths),
-            seq_lens_host=tuple(ends),
-        )
-        plan = self.kernels.plan_attention(metadata, self.model.attention_shape)
-        ids = torch.tensor([token for _, _, tokens in rows for token in tokens])
-        hidden = self.model(ids, torch.cat(positions), ForwardContext(metadata, plan, self._cache))
-        return list(self.model.compute_logits(hidden).split(lengths))
+        scheduled = [
+            ScheduledRow(
+                request_id=row.index, slot=row.index, start=start, num_tokens=len(tokens), token_ids=tuple(tokens),
+                new_pages=() if start else tuple(row.pages),
+            )
+            for row, start, tokens in rows
+        ]  # fmt: skip
+        staged = self._builder.stage(ScheduledStep.of(1, scheduled))
+        for there, here in staged.copies:
+            there.copy_(here)
+        batch = staged.batch
+        plan = self.kernels.plan_attention(batch.attention, self.model.attention_shape)
+        hidden = self.model(batch.token_ids, batch.positions, ForwardContext(batch.attention, plan, self._cache))
+        return list(self.model.compute_logits(hidden).split([len(tokens) for _, _, tokens in rows]))
 
 
 def _chunks(rows: list[_Row]) -> list[list[_Row]]:
