@@ -124,8 +124,7 @@ class Engine:
             return IDLE
         kind = Kind.IDLE
         if step is not None:
-            prompts = Kind.IDLE if step.decodes_only else Kind.PREFILL
-            kind = prompts | (Kind.DECODE if step.num_decode_rows else Kind.IDLE)
+            kind = Kind.DECODE if step.decodes_only else Kind.MIXED if step.num_decode_rows else Kind.PREFILL
         calls = self._num_answered + len(self._calls)
         proposal = Proposal(kind, 0 if step is None else step.num_tokens, calls, self._leaving)
         agreed = self._agreement.agree(proposal, lambda: self._publish([], news=False))
