@@ -83,8 +83,7 @@ def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: obje
         for client in clients:
             client.sendall(request(server.port, max_tokens, **more))
             selector.register(client, selectors.EVENT_READ)
-        left = num_streams
-        while left:
+        while selector.get_map():
             for key, _ in selector.select():
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
@@ -93,7 +92,6 @@ def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: obje
                     raise ConnectionError("a stream ended too early")
                 if data.endswith(END):
                     selector.unregister(connection)
-                    left -= 1
         seconds, spent = time.monotonic() - began, cpu_seconds(server) - spent
     for client in clients:
         client.close()
@@ -101,27 +99,21 @@ def _stream_once(server: Server, num_streams: int, max_tokens: int, **more: obje
     return Cost(spent / tokens, tokens / seconds)
 
 
-def read_whole(port: int, max_tokens: int) -> bytes:
-    with connect(port) as client:
-        client.sendall(request(port, max_tokens))
-        data = b""
-        while not data.endswith(END):
-            data += client.recv(1 << 16)
-        return data
+def answer(client: socket.socket, port: int, max_tokens: int) -> tuple[bytes, float]:
+    """A whole answer, and the seconds from sending the request to its first byte."""
+    began = time.perf_counter()
+    client.sendall(request(port, max_tokens))
+    data = client.recv(1 << 16)
+    first = time.perf_counter() - began
+    while not data.endswith(END):
+        data += client.recv(1 << 16)
+    return data, first
 
 
 def first_byte_seconds(port: int) -> float:
-    """Median from sending a request to the first byte of its answer, on one connection."""
-    times = []
+    """Median, on one connection."""
     with connect(port) as client:
-        for _ in range(FIRST_BYTES):
-            began = time.perf_counter()
-            client.sendall(request(port, 1))
-            data = client.recv(1 << 16)
-            times.append(time.perf_counter() - began)
-            while not data.endswith(END):
-                data += client.recv(1 << 16)
-    return statistics.median(times)
+        return statistics.median(answer(client, port, 1)[1] for _ in range(FIRST_BYTES))
 
 
 def probe(port: int) -> None:
@@ -224,7 +216,8 @@ def main() -> None:
             asyncio.run(serve_bare(bytes.fromhex(arguments.bare), arguments.rate))
         return
     with minserve(1, 0, 8) as server:
-        found = re.search(rb'data: [^\n]*"content":"[^"]+"[^\n]*\n\n', read_whole(server.port, 8))
+        with connect(server.port) as client:
+            found = re.search(rb'data: [^\n]*"content":"[^"]+"[^\n]*\n\n', answer(client, server.port, 8)[0])
         assert found is not None
         event = found[0]
         ours_first = first_byte_seconds(server.port)
