@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX
+from minserve.kernels.triton_values import fp8_scale
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def _quantize_kernel(x, values, scales, width, columns, fp8_max: tl.constexpr, b
     places = index[:, None] * block + tl.arange(0, block)[None, :]
     inside = places < width
     loaded = tl.load(x + row * width + places, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(loaded), axis=1), 1e-4) / fp8_max
+    scale = fp8_scale(loaded, fp8_max)
     tl.store(scales + row * columns + index, scale, mask=index < columns)
     tl.store(values + row * width + places, (loaded / scale[:, None]).to(values.dtype.element_ty), mask=inside)
 

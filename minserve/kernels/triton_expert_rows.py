@@ -6,6 +6,8 @@ It reads an expert once for each pair. Weights are plain or FP8, activations as 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -110,6 +112,13 @@ def _down_vector_kernel(
     tl.store(out + token.to(tl.int64) * width + columns, result.to(out.dtype.element_ty), mask=columns < width)
 
 
+def scale_operands(weight: Tensor, scale: Tensor | None) -> dict[str, Any]:
+    """What a kernel is told of weights' block scales [E, ., .]; where there are none, the weights stand in for them."""
+    if scale is None:
+        return {"scale": weight, "scale_expert_stride": 0, "scale_columns": 0, "fp8": False}
+    return {"scale": scale, "scale_expert_stride": scale.stride(0), "scale_columns": scale.stride(1), "fp8": True}
+
+
 def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
     """The path for very few tokens, two launches: each pair's expert row by row, then each token's weighted sum."""
     tokens, top_k = slot_ids.shape
@@ -117,46 +126,35 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
     hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     x, slot_ids = x.contiguous(), slot_ids.contiguous()
-    s13, s2 = experts.w13_scale, experts.w2_scale
+    fp8 = experts.w13_scale is not None
+    shape: dict[str, Any] = {"inner": inner, "width": width, "top_k": top_k} | dependent_launch(x.device)
     blocks = triton.next_power_of_2(triton.cdiv(width, FP8_BLOCK))
-    block_n = _block_rows(blocks, 4096 if s13 is None else 8192)
+    block_n = _block_rows(blocks, 8192 if fp8 else 4096)
     _gate_up_vector_kernel[(triton.cdiv(inner, block_n), tokens * top_k)](
         x,
         slot_ids,
         experts.w13,
-        experts.w13 if s13 is None else s13,
-        hidden,
-        inner,
-        width,
-        top_k,
-        0 if s13 is None else s13.stride(0),
-        0 if s13 is None else s13.stride(1),
-        fp8=s13 is not None,
+        hidden=hidden,
         block_n=block_n,
         blocks=blocks,
         num_warps=4 if block_n > 1 else 8,
-        **dependent_launch(x.device),
+        **scale_operands(experts.w13, experts.w13_scale),
+        **shape,
     )
     blocks, places = triton.next_power_of_2(triton.cdiv(inner, FP8_BLOCK)), triton.next_power_of_2(top_k)
-    block_n = _block_rows(blocks * places, 16384 if s2 is None else 32768)
+    block_n = _block_rows(blocks * places, 32768 if fp8 else 16384)
     _down_vector_kernel[(triton.cdiv(width, block_n), tokens)](
         hidden,
         slot_ids,
         weights.contiguous(),
         experts.w2,
-        experts.w2 if s2 is None else s2,
-        out,
-        inner,
-        width,
-        top_k,
-        0 if s2 is None else s2.stride(0),
-        0 if s2 is None else s2.stride(1),
-        fp8=s2 is not None,
+        out=out,
         places=places,
         block_n=block_n,
         blocks=blocks,
         num_warps=8,
-        **dependent_launch(x.device),
+        **scale_operands(experts.w2, experts.w2_scale),
+        **shape,
     )
     return out
 

@@ -17,26 +17,21 @@ from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertWeights
 from minserve.kernels.launch import dependent_launch, follow, lead
-from minserve.kernels.triton_expert_rows import experts_vector
+from minserve.kernels.triton_expert_rows import experts_vector, scale_operands
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
     Tiles,
     combine,
-    own_pairs,
     own_tiles,
+    tile_pairs,
     tiles_of_counts,
     tiles_of_pairs,
 )
 from minserve.kernels.triton_int4 import int4_product, turned, turned_width
+from minserve.kernels.triton_values import as_half, silu_and_gate
 
 HIDDEN_SCALE = 16.0
 """Activations between FP8 products are stored as halves, divided by this: up to a million, and exact to 5e-7 or 11 bits."""
-
-
-@triton.jit
-def _as_half(values):
-    """fp16, held at its largest numbers; NaN stays NaN."""
-    return tl.clamp(values.to(tl.float32), -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
@@ -53,7 +48,7 @@ def _multiply(acc, w, a, scale, fp8: tl.constexpr):
 def _inputs(pointers, mask, halves: tl.constexpr):
     a = tl.load(pointers, mask=mask, other=0.0)
     if halves and a.dtype != tl.float16:
-        a = _as_half(a)
+        a = as_half(a)
     return a
 
 
@@ -61,9 +56,9 @@ def _inputs(pointers, mask, halves: tl.constexpr):
 def _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated: tl.constexpr, halves: tl.constexpr):
     """acc [n, row], or silu(acc) * up_acc, to out's rows that are not negative."""
     if gated:
-        acc = acc * tl.sigmoid(acc) * up_acc
+        acc = silu_and_gate(acc, up_acc)
     acc *= out_scale
-    result = _as_half(acc) if halves and gated else acc.to(out.dtype.element_ty)
+    result = as_half(acc) if halves and gated else acc.to(out.dtype.element_ty)
     tl.store(out + row[None, :] * n_size + n[:, None], result, mask=(row >= 0)[None, :] & (n < n_size)[:, None])
 
 
@@ -114,11 +109,7 @@ def _product_kernel(
     # are widened once, in registers, for both halves of sixteen.
     two: tl.constexpr = fp8 and block_rows == 16
     columns: tl.constexpr = 8 if two else block_rows
-    if direct:
-        expert, row = own_pairs(slot_ids, tile, pairs, top_k, places, block_rows)
-    else:
-        expert = tl.load(tile_expert + tile)
-        row = tl.load(rows + tile * block_rows + tl.arange(0, columns))
+    expert, row = tile_pairs(slot_ids, rows, tile_expert, tile, pairs, top_k, direct, places, block_rows, columns)
     if expert < 0:
         return
     expert, row = expert.to(tl.int64), row.to(tl.int64)
@@ -174,31 +165,21 @@ def _product(
     halves, n_blocks = scale is not None and x.element_size() == 2, triton.cdiv(n_size, block.n)
     _product_kernel[(tiles.count * n_blocks,)](
         x,
-        tiles.expert,
-        tiles.rows,
-        tiles.expert,
-        weight,
-        weight if scale is None else scale,
-        out,
-        n_size,
-        k_size,
-        tiles.top_k,
-        max(1, row_divisor),
-        x.stride(0),
-        tiles.count,
-        tiles.count,
-        n_blocks,
-        weight.stride(0),
-        0 if scale is None else scale.stride(0),
-        0 if scale is None else scale.stride(1),
-        (1 / HIDDEN_SCALE if gated else HIDDEN_SCALE) if halves else 1.0,
+        weight=weight,
+        out=out,
+        n_size=n_size,
+        k_size=k_size,
+        row_divisor=max(1, row_divisor),
+        x_stride=x.stride(0),
+        num_tiles=tiles.count,
+        n_blocks=n_blocks,
+        weight_expert_stride=weight.stride(0),
+        out_scale=(1 / HIDDEN_SCALE if gated else HIDDEN_SCALE) if halves else 1.0,
+        **tiles.operands(),
+        **scale_operands(weight, scale),
         gated=gated,
-        fp8=scale is not None,
         halves=halves,
-        direct=tiles.own,
         whole=k_size % block.k == 0 and n_size % block.n == 0,
-        places=triton.next_power_of_2(tiles.top_k),
-        block_rows=tiles.tile,
         block_n=block.n,
         block_k=block.k,
         group_tiles=sizes.group_tiles,

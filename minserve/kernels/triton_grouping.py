@@ -8,7 +8,7 @@ no matrix product; the expert kernels of both the Triton and the DeepGEMM path s
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS
 from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.triton_values import fp8_scale, silu_and_gate
 
 FP8_BLOCK = 128
 FP8_MAX = 448.0
@@ -140,16 +141,25 @@ class Tiles:
     """int32 [tiles]"""
     tile: int
     own: bool = False
-    """Nothing is listed: both tensors are the slots [T, k], each pair is a tile, and `own_pairs` finds the tile's pairs."""
+    """Nothing is listed: both tensors are the slots [T, k], each pair is a tile, and `tile_pairs` finds the tile's pairs."""
 
     @property
     def count(self) -> int:
         return self.expert.numel()
 
-    @property
-    def top_k(self) -> int:
-        """Pairs of a token, where nothing is listed."""
-        return self.expert.shape[1] if self.own else 1
+    def operands(self) -> dict[str, Any]:
+        """What a kernel that calls `tile_pairs` is told of them."""
+        top_k = self.expert.shape[1] if self.own else 1
+        return {
+            "slot_ids": self.expert,
+            "rows": self.rows,
+            "tile_expert": self.expert,
+            "pairs": self.count,
+            "top_k": top_k,
+            "direct": self.own,
+            "places": triton.next_power_of_2(top_k),
+            "block_rows": self.tile,
+        }
 
 
 def own_tiles(slot_ids: Tensor) -> Tiles:
@@ -158,7 +168,7 @@ def own_tiles(slot_ids: Tensor) -> Tiles:
 
 
 @triton.jit
-def own_pairs(slot_ids, tile, pairs, top_k, places: tl.constexpr, block_tokens: tl.constexpr):
+def _own_pairs(slot_ids, tile, pairs, top_k, places: tl.constexpr, block_tokens: tl.constexpr):
     """(expert of the pair `tile`, that expert's pair of each token or -1); -1 for all but an expert's first pair."""
     expert = tl.load(slot_ids + tile)
     token, place = tl.arange(0, block_tokens), tl.arange(0, places)
@@ -167,6 +177,25 @@ def own_pairs(slot_ids, tile, pairs, top_k, places: tl.constexpr, block_tokens: 
     mine = tl.max(tl.where(owner == expert, pair, -1), axis=1)
     first = tl.min(tl.where(mine < 0, pairs, mine), axis=0)
     return tl.where(first == tile, expert, -1), mine
+
+
+@triton.jit
+def tile_pairs(
+    slot_ids,
+    rows,
+    tile_expert,
+    tile,
+    pairs,
+    top_k,
+    direct: tl.constexpr,
+    places: tl.constexpr,
+    block_rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """(expert of a tile or -1, its first `columns` pairs, -1 for none): as listed, or `direct`, where each pair is a tile."""
+    if direct:
+        return _own_pairs(slot_ids, tile, pairs, top_k, places, block_rows)
+    return tl.load(tile_expert + tile), tl.load(rows + tile * block_rows + tl.arange(0, columns))
 
 
 def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
@@ -304,9 +333,9 @@ def _move_rows_kernel(
     values = tl.load(source + origin * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
         up = tl.load(source + origin * source_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-        values = values * tl.sigmoid(values) * up
+        values = silu_and_gate(values, up)
     if quantize:
-        scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-4) / fp8_max
+        scale = fp8_scale(values, fp8_max)
         values = values / scale[:, None]
     result = values.to(target.dtype.element_ty)
     for place in tl.static_range(places):

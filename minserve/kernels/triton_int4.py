@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minserve.kernels.expert_tiles import Block
 from minserve.kernels.launch import dependent_launch, follow, lead
-from minserve.kernels.triton_grouping import Tiles, own_pairs
+from minserve.kernels.triton_grouping import Tiles, tile_pairs
+from minserve.kernels.triton_values import silu_and_gate
 
 BLOCK_K = 256
 """Values of K that are turned together: the inputs' layout, so one for all sizes."""
@@ -123,11 +124,7 @@ def _int4_kernel(
     lead(dependent)
     tile = tl.program_id(0) // n_blocks
     n_block = tl.program_id(0) % n_blocks
-    if direct:
-        expert, row = own_pairs(slot_ids, tile, pairs, top_k, places, block_rows)
-    else:
-        expert = tl.load(tile_expert + tile)
-        row = tl.load(rows + tile * block_rows + tl.arange(0, block_rows))
+    expert, row = tile_pairs(slot_ids, rows, tile_expert, tile, pairs, top_k, direct, places, block_rows, block_rows)
     if expert < 0:
         return
     expert, row = expert.to(tl.int64), row.to(tl.int64)
@@ -163,7 +160,7 @@ def _int4_kernel(
             up_acc = _multiply(up_acc, w, s, a0, a1, a2, a3, a4, a5, a6, a7, fast)
     column = n
     if gated:
-        acc = acc * tl.sigmoid(acc) * up_acc
+        acc = silu_and_gate(acc, up_acc)
         column = n // block_k * block_k + n % 8 * words + n % block_k // 8
     tl.store(out + row[None, :] * out_stride + column[:, None], acc.to(out.dtype.element_ty), mask=real & inside)
 
@@ -189,27 +186,20 @@ def int4_product(
     n_blocks, launch = triton.cdiv(n_size, block.n), dependent_launch(x.device)
     _int4_kernel[(tiles.count * n_blocks,)](
         x,
-        tiles.expert,
-        tiles.rows,
-        tiles.expert,
-        weight,
-        scale,
-        out,
-        n_size,
-        k_size,
-        tiles.top_k,
-        max(1, row_divisor),
-        x.stride(0),
-        out.stride(0),
-        tiles.count,
-        n_blocks,
-        weight.stride(0),
-        scale.stride(0),
+        weight=weight,
+        scale=scale,
+        out=out,
+        n_size=n_size,
+        k_size=k_size,
+        row_divisor=max(1, row_divisor),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        n_blocks=n_blocks,
+        weight_expert_stride=weight.stride(0),
+        scale_expert_stride=scale.stride(0),
+        **tiles.operands(),
         gated=gated,
         fast=launch["dependent"] and x.dtype == scale.dtype == torch.bfloat16,
-        direct=tiles.own,
-        places=triton.next_power_of_2(tiles.top_k),
-        block_rows=tiles.tile,
         block_n=block.n,
         block_k=BLOCK_K,
         group=INT4_GROUP,

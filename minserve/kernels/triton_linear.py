@@ -6,7 +6,7 @@ FP8 weights meet unquantised activations, as in triton_experts.py.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from minserve.kernels.interface import LinearWeight
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK
+from minserve.kernels.triton_values import as_half
 
 VECTOR_ROWS = 2
 """Up to so many rows, a plain weight is read fastest by vector loads."""
@@ -35,7 +36,7 @@ def _vector_kernel(
     k_size,
     x_stride,
     scale_columns,
-    rows: tl.constexpr,
+    num_rows: tl.constexpr,
     fp8: tl.constexpr,
     biased: tl.constexpr,
     dependent: tl.constexpr,
@@ -60,7 +61,7 @@ def _vector_kernel(
     lead(dependent)
     follow(dependent)
     wide = tile.to(tl.float32)
-    for row in tl.static_range(rows):
+    for row in tl.static_range(num_rows):
         # Loaded in the weights' own shape, so that no thread waits for another to hand it over.
         values = tl.load(x + row * x_stride + k + n[:, None, None] * 0, mask=mask, other=0.0)
         sums = tl.sum(wide * values.to(tl.float32), axis=2)
@@ -110,7 +111,7 @@ def _skinny_kernel(
     a = tl.load(x + m[None, None, :] * x_stride + column, mask=(m < m_size)[None, None, :] & (column < k_size), other=0.0)
     if fp8:
         # Every FP8 number is an fp16 one, at a fraction of what widening to bf16 costs. Inputs are held at fp16's largest.
-        a = tl.clamp(a.to(tl.float32), -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+        a = as_half(a)
         sums = tl.dot(w.to(tl.float16), a) * scales[:, :, None]
     else:
         sums = tl.dot(w, a)
@@ -170,54 +171,41 @@ def _tile_kernel(
     tl.store(out + flat, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
-def _vector(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-    n_size, k_size = weight.weight.shape
-    scale = weight.scale
-    blocks = triton.next_power_of_2(triton.cdiv(k_size, FP8_BLOCK))
-    block_n = max(1, (4096 if scale is None else 8192) // (blocks * FP8_BLOCK))
-    _vector_kernel[(triton.cdiv(n_size, block_n),)](
+def _launch(
+    kernel: Any, row_blocks: int, rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, block_n: int, **own: int
+) -> None:
+    """`own`: what this kernel alone has, options of its launch included. A scale or bias that is not there is stood in for."""
+    (n_size, k_size), scale = weight.weight.shape, weight.scale
+    kernel[(row_blocks * triton.cdiv(n_size, block_n),)](
         rows,
         weight.weight,
         weight.weight if scale is None else scale,
         rows if bias is None else bias,
         out,
-        n_size,
-        k_size,
-        rows.stride(0),
-        0 if scale is None else scale.stride(0),
-        rows=rows.shape[0],
+        n_size=n_size,
+        k_size=k_size,
+        x_stride=rows.stride(0),
+        scale_columns=0 if scale is None else scale.stride(0),
         fp8=scale is not None,
         biased=bias is not None,
         block_n=block_n,
-        blocks=blocks,
-        num_warps=max(4, min(16, block_n * blocks * FP8_BLOCK // 2048)),
+        **own,
         **dependent_launch(rows.device),
     )
+
+
+def _vector(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
+    blocks = triton.next_power_of_2(triton.cdiv(rows.shape[1], FP8_BLOCK))
+    block_n = max(1, (4096 if weight.scale is None else 8192) // (blocks * FP8_BLOCK))
+    num_warps = max(4, min(16, block_n * blocks * FP8_BLOCK // 2048))
+    _launch(_vector_kernel, 1, rows, weight, bias, out, block_n, num_rows=rows.shape[0], blocks=blocks, num_warps=num_warps)
 
 
 def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-    n_size, k_size = weight.weight.shape
-    scale, groups = weight.scale, triton.next_power_of_2(triton.cdiv(k_size, FP8_BLOCK))
-    block_n = 32 if groups > 16 else 16
-    _skinny_kernel[(triton.cdiv(n_size, block_n),)](
-        rows,
-        weight.weight,
-        weight.weight if scale is None else scale,
-        rows if bias is None else bias,
-        out,
-        rows.shape[0],
-        n_size,
-        k_size,
-        rows.stride(0),
-        0 if scale is None else scale.stride(0),
-        fp8=scale is not None,
-        biased=bias is not None,
-        block_m=8,
-        block_n=block_n,
-        groups=groups,
-        num_warps=8 if groups > 16 or scale is None else 4,
-        **dependent_launch(rows.device),
-    )
+    groups = triton.next_power_of_2(triton.cdiv(rows.shape[1], FP8_BLOCK))
+    block_n, num_warps = 32 if groups > 16 else 16, 8 if groups > 16 or weight.scale is None else 4
+    sizes = {"m_size": rows.shape[0], "block_m": 8, "groups": groups, "num_warps": num_warps}
+    _launch(_skinny_kernel, 1, rows, weight, bias, out, block_n, **sizes)
 
 
 def path_of(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
@@ -261,28 +249,8 @@ def fixed_linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor
 
 
 def _tiles(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, block_m: int, block_n: int) -> None:
-    n_size, k_size = weight.weight.shape
-    m_size, scale = rows.shape[0], weight.scale
-    m_blocks = triton.cdiv(m_size, block_m)
-    _tile_kernel[(m_blocks * triton.cdiv(n_size, block_n),)](
-        rows,
-        weight.weight,
-        weight.weight if scale is None else scale,
-        rows if bias is None else bias,
-        out,
-        m_size,
-        n_size,
-        k_size,
-        rows.stride(0),
-        0 if scale is None else scale.stride(0),
-        m_blocks,
-        fp8=scale is not None,
-        biased=bias is not None,
-        whole_k=k_size % FP8_BLOCK == 0,
-        block_m=block_m,
-        block_n=block_n,
-        block_k=FP8_BLOCK if rows.element_size() == 2 else 32,
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=4 if block_m <= 32 else 3,
-        **dependent_launch(rows.device),
-    )
+    m_size, m_blocks = rows.shape[0], triton.cdiv(rows.shape[0], block_m)
+    sizes = {"m_size": m_size, "m_blocks": m_blocks, "block_m": block_m, "whole_k": rows.shape[1] % FP8_BLOCK == 0}
+    sizes["block_k"] = FP8_BLOCK if rows.element_size() == 2 else 32
+    launch = {"num_warps": 8 if block_m == 128 else 4, "num_stages": 4 if block_m <= 32 else 3}
+    _launch(_tile_kernel, m_blocks, rows, weight, bias, out, block_n, **sizes, **launch)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX
+from minserve.kernels.triton_values import fp8_scale, silu_and_gate
 
 _WALKERS = 8
 """Programs that share an expert's rows."""
@@ -47,9 +48,9 @@ def _masked_rows_kernel(
         values = tl.load(source + row * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if gated:
             up = tl.load(source + row * source_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-            values = values * tl.sigmoid(values) * up
+            values = silu_and_gate(values, up)
         if quantize:
-            scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-4) / fp8_max
+            scale = fp8_scale(values, fp8_max)
             values = values / scale[:, None]
             places = scales + group.to(tl.int64) * scale_group_stride + index * scale_column_stride + place
             tl.store(places, scale, mask=index * block < width)

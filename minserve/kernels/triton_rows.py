@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.triton_values import silu_and_gate
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _silu_and_mul_kernel(x, out, inner, x_stride, dependent: tl.constexpr, block
     inside = columns < inner
     gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + inner + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * inner + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * inner + columns, silu_and_gate(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 def _as_rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
