@@ -53,15 +53,12 @@ def snapshot(repo_id: str, *, weights: bool = True) -> Path:
 
 def _is_whole(folder: Path, weights: bool) -> bool:
     """Are config.json and, with `weights`, all weight files there? Their contents are proven when they are loaded."""
-    if not (folder / "config.json").is_file():
-        return False
-    index = folder / "model.safetensors.index.json"
-    if not weights:
-        return True
-    if not index.is_file():
-        return (folder / "model.safetensors").is_file()
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return False
+    index, files = folder / "model.safetensors.index.json", {"config.json"}
+    if weights and index.is_file():
+        try:
+            files |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return False
+    elif weights:
+        files.add("model.safetensors")
     return all((folder / str(file)).is_file() for file in files)
