@@ -60,7 +60,7 @@ class ReasoningParser:
         self.over = start is AnswerStart.CONTENT
         """Whether all further text is content."""
         self._source = Source()
-        self._reader = self._read(self._source)
+        self._reader: Iterator[tuple[str, str] | None] = iter(()) if self.over else self._read(self._source)
 
     def push(self, text: str) -> tuple[str, str]:
         """New reasoning and new content that are certain; either may be empty."""
