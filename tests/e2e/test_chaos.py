@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE, until
 
 FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
 ASK = {"messages": [{"role": "user", "content": "What is 23 + 58?"}], "temperature": 0}
@@ -32,7 +33,7 @@ def answers(server: ServerProcess) -> None:
 @contextlib.contextmanager
 def stream(server: ServerProcess, num_tokens: int) -> Iterator[http.client.HTTPResponse]:
     """An answer of that many tokens, of which the first has come."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     body = {"prompt": "1 + 2 = ", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -49,22 +50,19 @@ def family(server: ServerProcess) -> list[psutil.Process]:
 
 
 def health(server: ServerProcess) -> tuple[int, Any]:
-    return server.request("GET", "/health", timeout=5.0)
+    return server.request("GET", "/health")
 
 
 def test_an_engine_stopped_for_a_while_is_told_and_goes_on(tmp_path: Path) -> None:
-    with serving("--watchdog-timeout", "16", log=tmp_path / "log") as server, stream(server, 300) as response:
+    with serving("--watchdog-timeout", "20", log=tmp_path / "log") as server, stream(server, 300) as response:
         engine = server.engine()
         engine.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while (told := health(server))[0] == 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert "engine 0 has said nothing for" in told[1]["error"]["message"]
+        until(lambda: health(server)[0] == 503, "an ill server", pause=0.1)
+        assert "engine 0 has said nothing for" in health(server)[1]["error"]["message"]
         assert server.status("/ready") == 503
         engine.send_signal(signal.SIGCONT)
         assert response.read().endswith(b"data: [DONE]\n\n")
-        assert health(server)[0] == 200
+        until(lambda: health(server)[0] == 200, "a healthy server")
 
 
 def test_an_engine_stopped_for_longer_than_the_watchdog_waits_ends_the_server(tmp_path: Path) -> None:
@@ -74,19 +72,19 @@ def test_an_engine_stopped_for_longer_than_the_watchdog_waits_ends_the_server(tm
         stopped = time.monotonic()
         rest = response.read()
         assert b'"error"' in rest and b"[DONE]" not in rest
-        assert server.process.wait(15) == 6
-        assert 2.0 < time.monotonic() - stopped < 10.0
+        assert server.process.wait(PATIENCE) == 6
+        assert time.monotonic() - stopped > 2.0
         assert "the watchdog fired: engine 0 has said nothing for" in server.log
-        assert psutil.wait_procs(processes, 5)[1] == []
+        assert psutil.wait_procs(processes, PATIENCE)[1] == []
 
 
 def test_a_machine_that_stood_still_serves_on(tmp_path: Path) -> None:
     """All processes stopped at once, as when a virtual machine is paused, for longer than the watchdog waits."""
-    with serving("--watchdog-timeout", "2", log=tmp_path / "log") as server, stream(server, 300) as response:
+    with serving("--watchdog-timeout", "4", log=tmp_path / "log") as server, stream(server, 300) as response:
         processes = family(server)
         for process in processes:
             process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(5)
         processes[0].send_signal(signal.SIGCONT)  # the front first: it must not believe what it last knew
         time.sleep(0.5)
         for process in processes[1:]:
@@ -141,14 +139,14 @@ def test_a_clock_that_jumps_changes_nothing_but_dates(jump: str, tmp_path: Path)
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
-    with serving("--watchdog-timeout", "8", log=tmp_path / "log", environment=environment) as server:
+    with serving("--watchdog-timeout", "12", log=tmp_path / "log", environment=environment) as server:
         with stream(server, 300) as response:
             offset.write_text(jump)
             assert response.read().endswith(b"data: [DONE]\n\n")
         created = server.request("POST", "/v1/chat/completions", ASK)[1]["created"]
         assert 86_000 < abs(created - time.time()) < 87_000
         time.sleep(3.5)  # more than an engine may be silent before it counts as ill
-        assert health(server)[0] == 200
+        until(lambda: health(server)[0] == 200, "a healthy server")  # a day's silence would not end so soon
         answers(server)
         assert server.metric("e2e_request_latency_seconds_sum") < 3600
         assert server.metric("last_decode_age_seconds") < 3600

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE
 
 FOLDER = Path(__file__).parent / "transcripts"
 EXCHANGES = [
@@ -64,7 +65,7 @@ def test_there_are_transcripts_of_both_clients() -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_exchange_goes_as_it_went(server: ServerProcess, exchange: dict[str, Any]) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     try:
         body = None if exchange["body"] is None else json.dumps(exchange["body"])
         connection.request(exchange["method"], exchange["path"], body, exchange["headers"])

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE
 
 SCHEMA = {
     "type": "object",
@@ -54,7 +55,7 @@ def server(tiny_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def check(text: str | None) -> None:
@@ -86,7 +87,7 @@ def test_64_constrained_requests_beside_free_and_failing_ones(client: openai.Ope
     with urllib.request.urlopen(f"{server.base_url}/server_info") as answer:
         grammars = json.load(answer)["ranks"][0]["now"]["grammars"]
     assert grammars["masks"] > 600
-    assert grammars["seconds"] < 5
+    assert 0 < grammars["seconds"] < 0.1 * grammars["masks"], "a mask is far from its bound of work"
 
 
 def test_a_stream_is_the_whole_answer_at_temperature_0(client: openai.OpenAI) -> None:

@@ -20,7 +20,7 @@ def test_a_graph_with_an_old_plan_keeps_the_server_from_readiness(tiny_dir: Call
         while server.process.poll() is None and time.monotonic() < end:
             seen.add(server.status("/ready"))
             time.sleep(0.02)
-        assert server.process.wait(10) == 7, server.log
+        assert server.process.wait(server_process.START_SECONDS) == 7, server.log
         assert 503 in seen
         assert 200 not in seen
         sentence = r"^\S+ ERROR minserve.server: the decode graph of batch size 2 .*: it does not equal an eager run"

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from server_process import ServerProcess, serving
+from waiting import PATIENCE, once_within
 
 MODEL_NAME = "tiny"
 
@@ -33,7 +34,7 @@ def server(tiny_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def chat(text: str) -> list[Any]:
@@ -88,7 +89,7 @@ def test_curl_n_prints_events_and_one_done(server: ServerProcess, program: str) 
     body = json.dumps({"messages": chat("hi"), "max_tokens": 5, "ignore_eos": True, "stream": True})
     url = f"{server.base_url}/v1/chat/completions"
     command = [program, "-sSN", url, "-H", "Content-Type: application/json", "-d", body]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     events = [line for line in done.stdout.split("\n") if line]
     assert all(line.startswith("data: ") for line in events)
     assert events[-1] == "data: [DONE]"
@@ -104,7 +105,7 @@ def post(path: str, body: Any) -> bytes:
 
 def test_a_raw_socket_sees_the_stream_as_it_is_written(server: ServerProcess) -> None:
     body = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True, "stream": True}
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(post("/v1/completions", body))
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
@@ -137,7 +138,7 @@ def everything_is_free(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_client_that_leaves_a_stream_frees_its_pages(server: ServerProcess, reset: bool) -> None:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.sendall(post("/v1/completions", endless(stream=True)))
@@ -149,7 +150,7 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(server: ServerProcess, re
 
 
 def test_a_client_that_leaves_without_streaming_frees_its_pages_too(server: ServerProcess) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(post("/v1/completions", endless(stream=False)))
         server.wait_metric("num_requests_running", 3)
     everything_is_free(server)
@@ -158,7 +159,7 @@ def test_a_client_that_leaves_without_streaming_frees_its_pages_too(server: Serv
 def test_many_streams_cut_after_a_chunk_leave_a_server_as_new(server: ServerProcess) -> None:
     ended = server.metric("request_success_total")
     for _ in range(6):
-        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(25)]
+        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) for _ in range(25)]
         for connection in connections:
             connection.sendall(post("/v1/completions", endless(stream=True) | {"n": 1}))
         for connection in connections:
@@ -210,7 +211,7 @@ def test_a_burst_beyond_the_soft_limit_of_open_files_is_answered(server: ServerP
     connections: list[socket.socket] = []
     try:
         for number in range(1500):
-            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
             connections.append(connection)
             connection.sendall(post("/v1/completions", {"prompt": [number % 250], "max_tokens": 1}))
         statuses = {connection.recv(12) for connection in connections}
@@ -223,17 +224,20 @@ def test_a_burst_beyond_the_soft_limit_of_open_files_is_answered(server: ServerP
 
 
 def test_health_stays_quick_while_the_engine_computes(server: ServerProcess) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        bodies = [{"prompt": "x" * 1500, "max_tokens": 60, "ignore_eos": True, "seed": seed} for seed in range(4)]
-        answers = [pool.submit(server.request, "POST", "/v1/completions", body) for body in bodies]
-        slowest = 0.0
-        while not all(answer.done() for answer in answers):
-            asked = time.monotonic()
-            assert server.status("/health") == 200
-            slowest = max(slowest, time.monotonic() - asked)
-            time.sleep(0.02)
-    assert all(answer.result()[0] == 200 for answer in answers)
-    assert slowest < 0.5
+    def scenario() -> float:
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [{"prompt": "x" * 1500, "max_tokens": 60, "ignore_eos": True, "seed": seed} for seed in range(4)]
+            answers = [pool.submit(server.request, "POST", "/v1/completions", body) for body in bodies]
+            slowest = 0.0
+            while not all(answer.done() for answer in answers):
+                asked = time.monotonic()
+                assert server.status("/health") == 200
+                slowest = max(slowest, time.monotonic() - asked)
+                time.sleep(0.02)
+        assert all(answer.result()[0] == 200 for answer in answers)
+        return slowest
+
+    once_within(0.5, scenario, tries=5)
 
 
 def test_server_info_tells_the_effective_settings(server: ServerProcess) -> None:

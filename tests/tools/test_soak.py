@@ -17,9 +17,8 @@ CALM = Reading(files=12, megabytes=100.0, engine_megabytes=500.0, pages=0.0, run
 def test_every_kind_is_answered_as_it_should_be() -> None:
     async def all_kinds(port: int) -> None:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session:
-            for kind in soak.KINDS:
-                for seed in range(4):
-                    await kind.act(session, random.Random(seed))
+            for seed in range(4):
+                await asyncio.gather(*(kind.act(session, random.Random(seed)) for kind in soak.KINDS))
 
     with serving(["--num-pages", "400"]) as server:
         asyncio.run(all_kinds(server.port))
