@@ -238,3 +238,17 @@ def test_plain_linear_takes_bf16_and_fp32(kernels: Kernels) -> None:
         x, weight = normal(5, 2048, dtype=dtype), normal(128, 2048, dtype=dtype)
         truth = x.double() @ weight.double().T
         assert distance(kernels.linear(x, LinearWeight(weight), None), truth) < bound
+
+
+def test_fp8_products_hold_large_activations_at_the_largest_half() -> None:
+    """Inputs and what lies between two products are halves there: 1e6 and its square must not become infinite."""
+    from minserve.kernels import triton_experts, triton_linear
+
+    x, (weight, scale) = normal(5, 256), fp8(64, 256)
+    x[1, 7] = 1e6
+    result = triton_linear.linear(x, LinearWeight(weight, scale), None)
+    assert distance(result, reference.linear(x.float().clamp(-65504, 65504), LinearWeight(weight, scale), None)) < BF16_ERROR
+    ids, shares = choices(5, 2, 4)
+    ids[1] = torch.tensor([0, 3], device=DEVICE)
+    result = triton_experts.experts_tiled(x, ids, shares, expert_weights(4, 256, 128, "fp8"))
+    assert result.isfinite().all()
