@@ -89,6 +89,17 @@ def test_router_breaks_ties_towards_the_lower_id(kernels: Kernels) -> None:
     x, weight = normal(5, 512), normal(16, 512, dtype=torch.float32).repeat(4, 1)
     ids, _ = kernels.route(x, weight, None, RouterConfig(4, "softmax"), None)
     assert torch.equal(ids, reference.choose(x.float() @ weight.t(), None, RouterConfig(4, "softmax"))[0])
+    grouped = RouterConfig(4, "sigmoid", 4, 2, "top2_sum")
+    ids, _ = kernels.route(x, weight, None, grouped, None)
+    assert torch.equal(ids, reference.choose(x.float() @ weight.t(), None, grouped)[0])
+
+
+def test_router_reads_every_bit_of_its_weights(kernels: Kernels) -> None:
+    """All that differs between these experts is far below what two bf16 numbers hold of an fp32 one."""
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(256)
+    weight = 1 + 2**-9 + torch.arange(16, device=DEVICE).unsqueeze(1) * 2**-20 * signs
+    ids, _ = kernels.route(torch.stack((signs, -signs)).to(torch.bfloat16), weight, None, RouterConfig(4, "softmax"), None)
+    assert ids.tolist() == [[15, 14, 13, 12], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("name", ROUTERS)
