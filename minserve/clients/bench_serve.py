@@ -188,10 +188,13 @@ async def _send_all(client: OpenAIClient, requests: list[tuple[str, bytes]], loa
 async def _send(client: OpenAIClient, path: str, body: bytes) -> Sample:
     """One streamed request, watched."""
     sample = Sample(begun=time.monotonic())
+    finished: float | None = None
     try:
         async for data in client.events(path, body):
             now = time.monotonic()
             event = _event.decode(data)
+            if any(choice.finish_reason is not None for choice in event.choices):
+                finished = now
             if event.error is not None:
                 sample.error = f"error in the stream: {event.error}"[:200]
             if event.usage is not None:
@@ -205,6 +208,8 @@ async def _send(client: OpenAIClient, path: str, body: bytes) -> Sample:
     except msgspec.MsgspecError as error:
         sample.error = f"an event that is no JSON of a completion: {error}"
     sample.ended = time.monotonic()
+    if sample.output_tokens and finished is not None and not sample.arrivals:
+        sample.arrivals.append(finished)  # tokens without text, such as an end that was to be ignored: they came by then
     if sample.error is None and not sample.arrivals:
         sample.error = "the stream ended without a token"
     sample.output_tokens = sample.output_tokens or len(sample.arrivals)

@@ -7,9 +7,9 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from server_process import ServerProcess, serving
@@ -69,6 +69,19 @@ def test_requests_that_fail_are_counted_with_their_reason(server: ServerProcess,
     assert (report["completed"], report["failed"]) == (2, 2)
     assert "2 failed: " in text
     assert "temperature must be" in text
+
+
+@pytest.mark.parametrize(("tokens", "error"), [(1, None), (0, "the stream ended without a token")])
+def test_a_token_without_text_has_come_by_the_answer_s_end(tokens: int, error: str | None) -> None:
+    """An end that is to be ignored has no text, and may be all of an answer of one token."""
+
+    class Stream:
+        async def events(self, *_: object) -> AsyncIterator[bytes]:
+            yield json.dumps({"choices": [{"text": "", "finish_reason": "length"}]}).encode()
+            yield json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": tokens}}).encode()
+
+    sample = asyncio.run(bench_serve._send(cast(Any, Stream()), "/completions", b""))
+    assert (sample.error, sample.output_tokens, len(sample.arrivals)) == (error, tokens, tokens)
 
 
 def test_no_server_is_a_sentence() -> None:
