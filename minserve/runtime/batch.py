@@ -87,9 +87,9 @@ def _lay_out(
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Write values to the host's buffer: their places on the device, and the copy that fills them. The rest of a part, a padded
     batch's, is zero."""
-    parts = _parts(sizes)
+    parts, numbers = _parts(sizes), host.numpy()  # cut in numpy, which takes a tenth of torch's time for it
     for part, value in zip(parts, values, strict=True):
-        view = host[part].numpy()
+        view = numbers[part]
         view[: len(value)] = value
         view[len(value) :] = 0
     end = parts[-1].stop
