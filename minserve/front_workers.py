@@ -28,7 +28,7 @@ from minserve.server.front import Siblings
 
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 
@@ -55,9 +55,9 @@ def run(config: Config, connections: list[list[socket.socket]], listeners: list[
     Whatever ends one worker ends the others: a failure at once, anything else after their drain.
     """
     group = _Group()
-    before = {number: signal.signal(number, group.pass_on) for number in _SIGNALS}
-    # They wait until all workers are known: a worker that has just been born would take one for the supervisor.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = {number: signal.signal(number, group.pass_on) for number in SIGNALS}
+    # They wait until all workers are known, and in a worker, which else would take one for the supervisor, until it serves.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         context = multiprocessing.get_context("fork")
         with tempfile.TemporaryDirectory(prefix="minserve-") as folder:
@@ -148,7 +148,6 @@ def _work(
     if number > 0:  # what all of them would say is said once
         logging.getLogger("minserve").setLevel(logging.WARNING)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         siblings = Siblings(private[number], others[:number] + others[number + 1 :])
         code = asyncio.run(serve(config, connections[number], listeners[number], number, siblings))
     except ServerError as error:

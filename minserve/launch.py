@@ -64,6 +64,7 @@ def run(config: Config, engine_module: str | None = None) -> int:
         with _engines(config, module) as (engines, connections):
             log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listeners[0]))
             if config.front_workers == 1:
+                signal.pthread_sigmask(signal.SIG_BLOCK, front_workers.SIGNALS)  # one would leave the event loop half made
                 code = asyncio.run(serve(config, connections[0], listeners[0]))
             else:
                 code = front_workers.run(config, connections, listeners)

@@ -89,6 +89,7 @@ def _signals() -> Iterator[tuple[_Signal, _Signal]]:
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     for number in numbers:
         loop.add_signal_handler(number, came, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # whoever made the loop has kept them waiting
     try:
         yield signals
     finally:
