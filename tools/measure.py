@@ -155,6 +155,8 @@ class Machine:
         words = [sys.executable, *(word.replace("{folder}", str(own)) for word in job.words)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", **job.environment}
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        # Scripts in other folders find the package, be it installed or not.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with (self._folder / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -53,6 +53,12 @@ def test_what_ended_well_is_not_run_again(call, tmp_path: Path, capsys: pytest.C
     assert said(tmp_path, "good") == said(tmp_path, "bad") == "on 0\n"
 
 
+def test_a_script_in_another_folder_finds_the_checkout(call, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import tools.measure; print(tools.measure.ROOT)")
+    assert call(Job("script", "jobs", [str(tmp_path / "script.py")])) == 0
+    assert said(tmp_path, "script") == f"{measure.ROOT}\n"
+
+
 def test_what_takes_too_long_is_cut_with_its_children(call, tmp_path: Path) -> None:
     child = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '900'])"
     began = time.monotonic()
