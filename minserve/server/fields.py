@@ -39,11 +39,13 @@ def decode_object(body: bytes | bytearray) -> RawFields:
 
     Raises ApiError when it is no object, or holds too many values.
     """
+    if not body:
+        raise bad_request("The request body is empty; it must be a JSON object", "body")
     _check_structure(body)
     try:
         fields = _object_decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise bad_request(f"The request body must be a JSON object: {error}", "body") from None
+        raise invalid(error, "body") from None
     except _UNREADABLE as error:
         raise bad_request(f"The request body is not valid JSON: {error}", "body") from None
     return {name: raw for name, raw in fields.items() if not is_null(raw)}
@@ -92,6 +94,14 @@ def _shown(raw: bytes | bytearray | msgspec.Raw) -> str:
     return text if len(memoryview(raw)) <= 60 else f"{text}..."
 
 
+def read_part(part: dict[str, Any], kind: type[T], param: str) -> T:
+    """A struct of those members of the object at `param` that it knows. Raises ApiError naming what is wrong."""
+    try:
+        return msgspec.convert(part, kind)
+    except msgspec.ValidationError as error:
+        raise invalid(error, param) from None
+
+
 def invalid(error: msgspec.ValidationError, param: str) -> ApiError:
     """What msgspec has to say of the value at `param`, in a sentence with the name of the field.
 
@@ -99,17 +109,24 @@ def invalid(error: msgspec.ValidationError, param: str) -> ApiError:
     """
     split = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", str(error), re.DOTALL)
     assert split is not None
-    text, place = split[1][:_LONGEST_COMPLAINT], (param + (split[2] or "")).replace("[...]", "")
+    text, path = split[1][:_LONGEST_COMPLAINT], param + (split[2] or "")
+    place = path.removesuffix("[...]")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         return bad_request(f"{place}.{missing[1]} is required", f"{place}.{missing[1]}")
     if text.startswith("Expected"):
         said = _WORD.sub(lambda match: _WORDS[match[0]], text)
     elif text.startswith("Invalid enum value"):
-        said = f"is {text.removeprefix('Invalid enum value ')}, which is not supported"
+        said = "is not supported"
     else:
         said = f"cannot be read: {text}"
     of_object = text.startswith("Expected `object`")
-    return bad_request(f"{place} {said}", place if of_object else re.sub(r"\[\d+\]$", "", place))
+    subject = place if path == place else f"a value in {place}"
+    return bad_request(f"{subject} {said}", place if of_object else re.sub(r"\[\d+\]$", "", place))
+
+
+def spelled(value: Any) -> str:
+    """A value in the sentence of an error: as JSON, cut short. Of null and of what is not there the sentence says the same."""
+    return "missing" if value is None else _shown(msgspec.json.encode(value))
 
 
 def _check_structure(body: bytes | bytearray) -> None:

@@ -155,11 +155,16 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        first = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-        if first in names:
-            error.param = names[first] + (error.param or "")[len(first) :]
-            error.message = error.message.replace(first, names[first], 1) if error.message.startswith(first) else error.message
+        error.message = _renamed_start(error.message, names)
+        error.param = _renamed_start(error.param or "", names) or None
         raise
+
+
+def _renamed_start(text: str, names: Mapping[str, str]) -> str:
+    for ours, theirs in names.items():
+        if found := re.match(rf"{ours}(?![a-z_])", text):
+            return found.expand(theirs) + text[found.end() :]
+    return text
 
 
 class Watch:

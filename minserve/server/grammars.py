@@ -19,7 +19,7 @@ import msgspec
 
 from minserve.request import Grammar
 from minserve.server.api_errors import bad_request
-from minserve.server.fields import RawFields, Reader, decode_value
+from minserve.server.fields import RawFields, Reader, decode_value, spelled
 from minserve.server.qwen_calls import json_string, parameter_types, resolve
 from minserve.server.tool_formats import ARGUMENTS, NAME, NUMBER, CallLayout
 
@@ -99,7 +99,7 @@ def _response_format(asked: dict[str, Any]) -> OutputForm | None:
     if kind == "json_object":
         return _any_object(True, "response_format")
     if kind != "json_schema":
-        message = f"response_format.type is {str(kind)[:40]!r}; it must be 'text', 'json_object' or 'json_schema'"
+        message = f'response_format.type is {spelled(kind)}; it must be "text", "json_object" or "json_schema"'
         raise bad_request(message, "response_format.type")
     param = "response_format.json_schema"
     if not isinstance(named, dict):
@@ -265,6 +265,10 @@ def _check(text: str, param: str) -> None:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text)
     if failed:
         reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", messages[0].split("\n", 1)[0])
+        if fault := re.search(
+            r"^error: (.*)", messages[0], re.MULTILINE
+        ):  # of a regular expression, below a drawing of its place
+            reason = f"{reason[:200]} {fault[1]}"
         raise bad_request(f"{param} cannot be enforced: {reason[:300]}", param)
 
 

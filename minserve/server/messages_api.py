@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
-from minserve.server.fields import Reader, decode_object
+from minserve.server.fields import Reader, decode_object, read_part, spelled
 from minserve.server.openai import PASSED_ON, joined_text, text_of
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking.type"}
-"""Names in errors of the chat body, and what the client calls them."""
+RENAMED = {
+    "stop": "stop_sequences",
+    r"response_format\.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "thinking.type",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r'tool_choice "required"': 'tool_choice "any"',
+}
+"""Names in errors of the chat body, as patterns, the longer first; and what the client calls them."""
 
 
 class _Message(msgspec.Struct):
@@ -26,6 +34,16 @@ class _Tool(msgspec.Struct):
     name: Any
     input_schema: Any
     description: Any = None
+
+
+class _ToolUse(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    id: str | None = None
+    input: str | dict[str, Any] | None = None
+
+
+class _ToolResult(msgspec.Struct):
+    tool_use_id: str | None = None
 
 
 class _ToolChoice(msgspec.Struct):
@@ -65,8 +83,9 @@ def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> bytes:
         chat["continue_final_message"] = True
     chat["stop"] = asked.stop_sequences
     chat["reasoning_effort"] = _EFFORTS.get(asked.thinking.type or "")
-    if isinstance(form := asked.output_config.get("format"), dict):
-        chat["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    form = asked.output_config.get("format")
+    of_schema = isinstance(form, dict) and {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    chat["response_format"] = of_schema or form
     chat["tools"] = list(map(_tool, asked.tools))
     if (choice := asked.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
@@ -105,13 +124,16 @@ def _add_message(messages: list[dict[str, Any]], message: _Message, param: str) 
         if kind == "text":
             texts.append(text_of(block, where))
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            use = read_part(block, _ToolUse, where)
+            function = {"name": use.name, "arguments": use.input or {}}
+            calls.append({"id": use.id, "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = joined_text(block.get("content") or "", f"{where}.content")
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            result = read_part(block, _ToolResult, where)
+            messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": text})
         elif kind not in ("thinking", "redacted_thinking"):  # earlier thoughts are left out, as templates do
-            raise bad_request(f"{where} has type {str(kind)[:40]!r}, which is not supported here", f"{where}.type")
+            allowed = '"text" or "tool_use"' if role == "assistant" else '"text" or "tool_result"'
+            raise bad_request(f"{where}.type is {spelled(kind)}; of the {role} it must be {allowed}", f"{where}.type")
     if calls:
         messages.append({"role": role, "content": "".join(texts) or None, "tool_calls": calls})
     elif texts or not messages or messages[-1]["role"] != "tool":

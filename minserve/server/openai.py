@@ -7,12 +7,12 @@ other's extensions; fields that would change the answer and are not supported ar
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from minserve.server.api_errors import bad_request
-from minserve.server.fields import RawFields, Reader, decode_value, invalid
+from minserve.server.fields import RawFields, Reader, decode_value, invalid, spelled
 from minserve.server.options import ModelFacts, TopLogprobs, check_length, check_vocabulary
 
 MAX_SEQUENCES = 2048
@@ -66,7 +66,6 @@ class _Function(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    type: Literal["function"]
     function: _Function
 
 
@@ -112,6 +111,10 @@ def parse_conversation(fields: RawFields) -> Chat:
     asked = _conversation.read(fields)
     if not asked.messages:
         raise bad_request("messages is required" if asked.messages is None else "messages must not be empty", "messages")
+    for index, tool in enumerate(asked.tools):
+        if tool.get("type") != "function":
+            param = f"tools[{index}].type"
+            raise bad_request(f'{param} is {spelled(tool.get("type"))}; it must be "function"', param)
     try:
         names = [tool.function.name for tool in msgspec.convert(asked.tools, list[_Tool])]
     except msgspec.ValidationError as error:
@@ -184,8 +187,10 @@ def _chosen_function(choice: Any, names: list[str]) -> str | None:
     """The one that `tool_choice` names, if it is of that form. `names`: of the request's tools."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
+        if name is None:
+            raise bad_request("tool_choice must name a function of tools", "tool_choice")
         if not isinstance(name, str) or name not in names:
-            raise bad_request(f"tool_choice names {str(name)[:60]!r}, which is not among the tools", "tool_choice")
+            raise bad_request(f"tool_choice names {spelled(name)}, which is not among the tools", "tool_choice")
         return name
     if choice not in ("none", "auto", "required"):
         message = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
@@ -198,10 +203,15 @@ def _chosen_function(choice: Any, names: list[str]) -> str | None:
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
+def checked_role(role: Any, param: str) -> str:
+    """Of the message at `param`, as templates know it. Raises ApiError."""
+    if not isinstance(role, str) or role not in _ROLES:
+        raise bad_request(f"{param}.role is {spelled(role)}; it must be {' or '.join(map(spelled, _ROLES))}", f"{param}.role")
+    return _ROLES[role]
+
+
 def _message(message: _Message, param: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise bad_request(f"{param}.role is {message.role[:40]!r}; roles are {', '.join(_ROLES)}", f"{param}.role")
-    made: dict[str, Any] = {"role": _ROLES[message.role], "content": None}
+    made: dict[str, Any] = {"role": checked_role(message.role, param), "content": None}
     if message.tool_calls and message.role == "assistant":
         made["tool_calls"] = list(map(_spoken, message.tool_calls))
     if message.content is not None or "tool_calls" not in made:
@@ -228,7 +238,8 @@ def joined_text(content: Any, param: str, types: tuple[str, ...] = ("text",)) ->
 def text_of(part: Any, param: str, types: tuple[str, ...] = ("text",)) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in types:
-        raise bad_request(f"{param}.type is {str(kind)[:40]!r}; this model reads only parts of type 'text'", f"{param}.type")
+        allowed = " or ".join(map(spelled, types))
+        raise bad_request(f"{param}.type is {spelled(kind)}; this model reads only text, of type {allowed}", f"{param}.type")
     if not isinstance(part.get("text"), str):
         raise bad_request(f"{param}.text must be a string", f"{param}.text")
     text: str = part["text"]

@@ -62,7 +62,6 @@ _INT64 = 1 << 63
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-_Count = Annotated[int, Meta(ge=0)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _NotSupported = Literal[""]
@@ -79,9 +78,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    min_tokens: _Count = 0
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
     n: Choices = 1
     best_of: Choices | None = None
     """Choices made; the `n` likeliest are shown."""
@@ -151,9 +150,10 @@ def parse_options(fields: RawFields, facts: ModelFacts, *, echo: bool, logprobs:
     asked = _asked.read(fields)
     if asked.model is not None and asked.model not in facts.names:
         raise unknown_model(asked.model, facts)
-    for name in ("max_tokens", "max_completion_tokens"):
-        if getattr(asked, name) == 0 and not echo:
-            raise bad_request(f"{name} must be at least 1", name)
+    fewest = 0 if echo else 1
+    for name, count in (("max_tokens", asked.max_tokens), ("max_completion_tokens", asked.max_completion_tokens)):
+        if count is not None and count < fewest:
+            raise bad_request(f"{name} must be at least {fewest}", name)
     best_of = asked.best_of or asked.n
     if best_of < asked.n:
         raise bad_request(f"best_of ({best_of}) must not be below n ({asked.n})", "best_of")

@@ -6,24 +6,26 @@ Nothing is stored: what refers to something stored is refused, `store` is ignore
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from minserve.server.api_errors import ApiError, bad_request
 from minserve.server.blocks import Block, BlockWriter
-from minserve.server.fields import Reader, decode_object
+from minserve.server.fields import Reader, decode_object, read_part, spelled
 from minserve.server.generation import Generation
-from minserve.server.openai import PASSED_ON, joined_text
+from minserve.server.openai import PASSED_ON, checked_role, joined_text
 
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 RENAMED = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    r"response_format\.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
 }
-"""Names in errors of the chat body, and what the client calls them."""
+"""Names in errors of the chat body, as patterns, the longer first; and what the client calls them."""
 
 
 class Asked(msgspec.Struct, kw_only=True):
@@ -43,6 +45,16 @@ class Asked(msgspec.Struct, kw_only=True):
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
+
+
+class _CallItem(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: str | dict[str, Any] | None = None
+    call_id: str | None = None
+
+
+class _OutputItem(msgspec.Struct):
+    call_id: str | None = None
 
 
 _asked = Reader(Asked)
@@ -65,9 +77,10 @@ def chat_body(body: bytes | bytearray) -> tuple[bytes, Asked]:
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     chat["reasoning_effort"] = asked.reasoning.get("effort")
-    if isinstance(form := asked.text.get("format"), dict) and form.get("type") != "text":
+    chat["response_format"] = form = asked.text.get("format")
+    if isinstance(form, dict):
         schema = {key: value for key, value in form.items() if key != "type"}
-        chat["response_format"] = {"type": form.get("type"), **({"json_schema": schema} if schema else {})}
+        chat["response_format"] = {"type": form.get("type"), "json_schema": schema}
     return msgspec.json.encode(chat), asked
 
 
@@ -89,23 +102,24 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], param: str) 
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         content = joined_text(item.get("content"), f"{param}.content", _TEXT_TYPES)
-        messages.append({"role": item.get("role"), "content": content})
+        messages.append({"role": checked_role(item.get("role"), param), "content": content})
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        made = read_part(item, _CallItem, param)
+        call = {"id": made.call_id, "type": "function", "function": {"name": made.name, "arguments": made.arguments}}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         content = joined_text(item.get("output"), f"{param}.output", _TEXT_TYPES)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        messages.append({"role": "tool", "tool_call_id": read_part(item, _OutputItem, param).call_id, "content": content})
     elif kind != "reasoning":  # earlier reasoning is left out, as templates do
-        raise bad_request(f"{param} has type {str(kind)[:40]!r}, which is not supported", f"{param}.type")
+        allowed = '"message", "function_call", "function_call_output" or "reasoning"'
+        raise bad_request(f"{param}.type is {spelled(kind)}; it must be {allowed}", f"{param}.type")
 
 
 def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise bad_request(f'{param} must be "function"', param)
+        raise bad_request(f'{param} is {spelled(tool.get("type"))}; it must be "function"', param)
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return tool if "function" in tool else {"type": "function", "function": function}

@@ -240,7 +240,65 @@ def test_a_message_with_a_form(thinker: Edge) -> None:
     assert grammar is not None and '"integer"' in grammar.text
     refused = ask(thinker, output_config={"format": {**form, "type": "xml"}})
     assert refused.status == 400
-    assert refused.error["message"].startswith("output_config.format.type is 'xml'")
+    assert refused.error["message"].startswith('output_config.format.type is "xml"')
+
+
+RESPONSE_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", '"robot"; it must be "system" or "developer" or'),
+    ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name", "required"),
+    ({"input": [{"type": "function_call", "name": "f", "call_id": 5}]}, "input[0].call_id", "a string"),
+    ({"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, "input[0].call_id", "a string"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].type", '"item_reference"; it must be "message", "function_call"'),
+    ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input[0].content[0].type", '"input_text" or'),
+    ({"input": "x", "text": {"format": 5}}, "text.format", "an object"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "a JSON schema"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", '"web_search"; it must be "function"'),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "required"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "said"), RESPONSE_FAULTS)
+def test_faults_of_a_response_have_its_own_names_and_places(thinker: Edge, fields: dict[str, Any], param: str, said: str) -> None:
+    answer = thinker.post("/v1/responses", {"instructions": "one message more", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param), answer
+    assert answer.error["message"].startswith(param)
+    assert said in answer.error["message"]
+
+
+MESSAGE_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"content": [{"type": "tool_use", "name": 5}]}, "messages[0].content[0].name", "a string"),
+    ({"content": [{"type": "tool_use", "name": "f", "input": 5}]}, "messages[0].content[0].input", "an object"),
+    (
+        {"content": [{"type": "image"}]},
+        "messages[0].content[0].type",
+        '"image"; of the assistant it must be "text" or "tool_use"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "place", "said"), MESSAGE_FAULTS)
+def test_faults_of_a_message_have_its_own_names_and_places(thinker: Edge, message: dict[str, Any], place: str, said: str) -> None:
+    answer = ask(thinker, messages=[{"role": "assistant", **message}], system="one message more")
+    assert answer.status == 400
+    assert answer.error["message"].startswith(place), answer
+    assert said in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema must be an object"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name must be a string with"),
+        ({"tool_choice": {"type": "any"}}, 'tool_choice "any" needs tools'),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice must name a function"),
+        ({"output_config": {"format": 5}}, "output_config.format must be an object"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema must be a JSON schema"),
+        ({"stop_sequences": [5]}, "stop_sequences[0] must be a string"),
+    ],
+)
+def test_fields_of_messages_are_called_by_their_names(thinker: Edge, fields: dict[str, Any], said: str) -> None:
+    answer = ask(thinker, **fields)
+    assert (answer.status, answer.error["message"].startswith(said)) == (400, True), answer
 
 
 @pytest.mark.parametrize(("thinking", "said"), [("enabled", "!"), ("disabled", "."), ("adaptive", "?")])

@@ -153,6 +153,27 @@ def test_bad_fields_of_chat(edge: Edge, name: str, value: Any) -> None:
     refused(edge, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], name: value}, name)
 
 
+def test_messages_say_what_may_be_sent_instead(edge: Edge) -> None:
+    chat, part = {"messages": [{"role": "user", "content": "x"}]}, {"type": "image_url"}
+    for fields, param, said in (
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", 'tools[0].type is "retrieval"; it must be "function"'),
+        ({"tools": [{}]}, "tools[0].type", 'tools[0].type is missing; it must be "function"'),
+        ({"response_format": {}}, "response_format.type", 'is missing; it must be "text", "json_object" or "json_schema"'),
+        ({"response_format": {"type": 5}}, "response_format.type", 'is 5; it must be "text", "json_object" or "json_schema"'),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must name a function of tools"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", 'is "bot"; it must be "system" or "developer" or'),
+        ({"messages": [{"role": "user", "content": [part]}]}, "messages[0].content[0].type", 'reads only text, of type "text"'),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 1"),
+        ({"max_completion_tokens": -(10**40)}, "max_completion_tokens", "must be at least 1"),
+        ({"logit_bias": {"5": None}}, "logit_bias", "a value in logit_bias must be a number, not null"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+    ):
+        assert said in refused(edge, "/v1/chat/completions", {**chat, **fields}, param)["message"]
+    assert "is empty" in refused(edge, "/v1/chat/completions", b"", "body")["message"]
+    assert refused(edge, "/v1/chat/completions", b"[1]", "body")["message"] == "body must be an object, not an array"
+    refused(edge, "/v1/completions", {"prompt": "x", "echo": True, "max_tokens": -1}, "max_tokens")
+
+
 def test_missing_prompt_and_messages(edge: Edge) -> None:
     refused(edge, "/v1/completions", {}, "prompt")
     refused(edge, "/v1/chat/completions", {}, "messages")
