@@ -99,7 +99,8 @@ def plan(
     """Say whether a model fits, before any GPU is rented: memory of each rank, KV tokens, floors; exit code 5 if it does not.
 
     MODEL is a directory with a config.json, that file, or a Hub name; no weights are needed. Of launch's flags these count:
-    --ep-size, --max-model-len, --max-num-seqs, --chunked-prefill-size, --page-size and --gpu-memory-utilization.
+    --ep-size, --redundant-experts, --max-model-len, --max-num-seqs, --chunked-prefill-size, --page-size and
+    --gpu-memory-utilization.
     """
     if gpu not in GPUS:
         raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")

@@ -118,14 +118,16 @@ def _longest_context(text: Mapping[str, Any]) -> int:
 def measure(shape: ModelShape, settings: Config, longest: int, gpu: Gpu, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of a model of this shape whose longest context is `longest`, without advice. Raises UsageError."""
     ep_size, experts, wanted = settings.ep_size, shape.num_experts, settings.max_model_len
-    if ep_size < 1 or (ep_size > 1 and (not experts or experts % ep_size)):
-        legal = ", ".join(str(size) for size in range(1, MAX_RANKS + 1) if experts and experts % size == 0) or "1"
-        raise UsageError(f"--ep-size {ep_size} does not divide the model's {experts} experts; possible: {legal}")
+    slots = experts + settings.redundant_experts
+    if ep_size < 1 or (ep_size > 1 and (not experts or slots % ep_size)):
+        legal, copies = ", ".join(map(str, _rank_counts(shape, settings))) or "1", settings.redundant_experts
+        shared = f"{experts} experts{f' and {copies} redundant ones' if copies else ''}"
+        raise UsageError(f"--ep-size {ep_size} does not divide the model's {shared}; possible: {legal}")
     if wanted is not None and wanted > longest:
         raise UsageError(f"--max-model-len {wanted} is more than the model's max_position_embeddings of {longest}")
     weights = {part: size for part, size in weight_bytes(shape).items() if size}
     if "routed_experts" in weights:
-        weights["routed_experts"] /= ep_size
+        weights["routed_experts"] = weights["routed_experts"] * slots / (experts * ep_size)
     buffers = buffer_bytes(shape, settings)
     usable = gpu.memory_bytes * settings.gpu_memory_utilization
     per_token = kv_bytes_per_token(shape, shape.element_bytes)
@@ -151,6 +153,12 @@ def measure(shape: ModelShape, settings: Config, longest: int, gpu: Gpu, notes: 
         verdict=f"fits: the KV cache of a rank holds {tokens:,} tokens, {requests} at once",
         notes=notes,
     )
+
+
+def _rank_counts(shape: ModelShape, settings: Config) -> list[int]:
+    """How many ranks could have equal shares of the experts and their copies."""
+    slots = shape.num_experts + settings.redundant_experts
+    return [size for size in range(1, MAX_RANKS + 1) if shape.num_experts and slots % size == 0]
 
 
 def buffer_bytes(m: ModelShape, settings: Config) -> dict[str, float]:
@@ -183,7 +191,7 @@ def _what_to_move(shape: ModelShape, plan: Plan, settings: Config, longest: int,
     else:
         cause = f"weights and buffers leave no KV cache: {gigabytes(max(0.0, missing))} too much for a rank"
     advice = [f"lower --max-model-len to {plan.kv_tokens}"] if plan.kv_tokens > 1 else []
-    sizes = [size for size in range(settings.ep_size + 1, MAX_RANKS + 1) if shape.num_experts and shape.num_experts % size == 0]
+    sizes = [size for size in _rank_counts(shape, settings) if size > settings.ep_size]
     advice += [f"raise --ep-size to {size}" for size in sizes if fitting(ep_size=size)][:1]
     if settings.gpu_memory_utilization < 0.95 and fitting(gpu_memory_utilization=0.95):
         advice.append("raise --gpu-memory-utilization to 0.95")

@@ -132,10 +132,20 @@ def test_smaller_steps_are_advised_where_only_they_help() -> None:
     assert buffer_bytes(shape_from_config(config), wanted)["step"] > buffer_bytes(shape_from_config(config), Config())["step"]
 
 
+def test_redundant_experts_are_shared_as_the_others_are() -> None:
+    config = config_of("moonlight-16b-a3b")
+    plain, three = make_plan(config, Config()), make_plan(config, Config(ep_size=3, redundant_experts=2))
+    assert three.weights["routed_experts"] == plain.weights["routed_experts"] / 64 * (64 + 2) / 3
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         (Config(ep_size=3), "--ep-size 3 does not divide the model's 64 experts; possible: 1, 2, 4, 8, 16, 32, 64"),
+        (
+            Config(ep_size=4, redundant_experts=2),
+            "--ep-size 4 does not divide the model's 64 experts and 2 redundant ones; possible: 1, 2, 3, 6, 11, 22, 33",
+        ),
         (Config(max_model_len=8193), "--max-model-len 8193 is more than the model's max_position_embeddings of 8192"),
     ],
 )
