@@ -121,7 +121,7 @@ def _several_gpus() -> list[Job]:
             "deepseek-v3-nccl": [*large, "--shared-expert", "overlap", "--moe-dispatcher", "torch"],
             "deepseek-v3-skew": [*large, "--shared-expert", "overlap", "--skew", "0.05"],
         }
-        found += [Job(f"ep{ranks}-{name}", "ranks", words, ranks, 500) for name, words in commands.items()]
+        found += [Job(f"ep{ranks}-{name}", "ep", words, ranks, 500) for name, words in commands.items()]
     return found
 
 

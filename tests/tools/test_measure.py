@@ -82,6 +82,12 @@ def test_without_a_gpu_it_says_so(call, capsys: pytest.CaptureFixture[str]) -> N
     assert "no GPU" in capsys.readouterr().out
 
 
+def test_each_part_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main([str(tmp_path), "--list"]) == 0
+    parts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(parts) == len(set(parts)) == len({job.part for job in measure.jobs()})
+
+
 def test_every_job_names_a_file_or_module_that_is_there() -> None:
     every = measure.jobs()
     assert len({job.name for job in every}) == len(every)
