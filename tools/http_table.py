@@ -6,6 +6,7 @@ Starts `minserve launch` with random weights, then `minserve bench serve` beside
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -37,10 +38,15 @@ def main() -> int:
 
 
 def measure(url: str) -> list[dict[str, Any]]:
+    seeds = itertools.count(1)  # a prompt that came before would be found in the prefix cache
+
+    def asked(options: dict[str, int]) -> dict[str, Any]:
+        return bench(url, options | {"--seed": next(seeds)})
+
     # The first requests after a start meet cold caches of the host; they are not counted.
-    bench(url, {"--num-prompts": 4, "--output-len": 8})
-    first = bench(url, ONE_ANSWER)
-    prompts = [bench(url, PROMPTS | {"--seed": seed}) for seed in (1, 2, 3)]
+    asked({"--num-prompts": 4, "--output-len": 8})
+    first = asked(ONE_ANSWER)
+    prompts = [asked(PROMPTS) for _ in range(3)]
     rates = sorted(row["total_prompt_tokens"] / row["seconds"] for row in prompts)
     say(f"first token of one prompt of {PROMPT_TOKENS} tokens: {first['ttft_ms_p50']:.0f} ms")
     say(f"128 such prompts: {rates[1]:,.0f} tokens/s (of three: {rates[0]:,.0f} to {rates[2]:,.0f})")
@@ -48,7 +54,7 @@ def measure(url: str) -> list[dict[str, Any]]:
     say("|---|---|---|---|---|---|")
     rows = [first, *prompts]
     for streams, answers in STREAMS.items():
-        row = bench(url, {"--concurrency": streams, "--num-prompts": answers, "--output-len": ANSWER_TOKENS, "--seed": streams})
+        row = asked({"--concurrency": streams, "--num-prompts": answers, "--output-len": ANSWER_TOKENS})
         cells = [
             str(streams),
             str(answers),
