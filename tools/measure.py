@@ -204,15 +204,18 @@ def gpus() -> list[str]:
 
 
 def run(waiting: list[Job], machine: Machine, seconds: float) -> None:
+    """Whatever ends it ends the jobs: a terminal's Ctrl-C does not reach them."""
     end = time.monotonic() + seconds
-    while (waiting or machine.running) and time.monotonic() < end:
-        machine.reap()
-        started = next((job for job in waiting if machine.start(job)), None)
-        if started is not None:
-            waiting.remove(started)
-        else:
-            time.sleep(0.2)
-    machine.end_all()
+    try:
+        while (waiting or machine.running) and time.monotonic() < end:
+            machine.reap()
+            started = next((job for job in waiting if machine.start(job)), None)
+            if started is not None:
+                waiting.remove(started)
+            else:
+                time.sleep(0.2)
+    finally:
+        machine.end_all()
 
 
 def tables(log: Path) -> str:
@@ -257,4 +260,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from waiting import PATIENCE, until
 
 from tools import measure
 from tools.measure import Job
@@ -67,6 +74,27 @@ def test_what_takes_too_long_is_cut_with_its_children(call, tmp_path: Path) -> N
     assert said(tmp_path, "long") == "begun\n"
     assert said(tmp_path, "later") == "on 1\n"
     assert call(job("long", sleep=900), words=("--seconds", "1")) == 1
+
+
+def test_jobs_end_with_it(tmp_path: Path) -> None:
+    job = "import subprocess; child = subprocess.Popen(['sleep', '900']); print(child.pid, flush=True); child.wait()"
+    code = f"""
+import signal
+from tools import measure
+signal.signal(signal.SIGINT, signal.default_int_handler)
+measure.jobs = lambda: [measure.Job("long", "jobs", ["-c", {job!r}])]
+measure.main([{str(tmp_path)!r}])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=measure.ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"}) as tool:
+        log = tmp_path / "long.log"
+        until(lambda: log.exists() and log.read_text().endswith("\n"))
+        child = psutil.Process(int(log.read_text()))
+        tool.send_signal(signal.SIGINT)
+    try:
+        assert not psutil.wait_procs([child], PATIENCE)[1]
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def test_parts_and_jobs_are_chosen_by_name(call, tmp_path: Path) -> None:
