@@ -47,7 +47,7 @@ def decode_object(body: bytes | bytearray) -> RawFields:
     except msgspec.ValidationError as error:
         raise invalid(error, "body") from None
     except _UNREADABLE as error:
-        raise bad_request(f"The request body is not valid JSON: {error}", "body") from None
+        raise _unreadable(error, "The request body is not valid JSON", "body") from None
     return {name: raw for name, raw in fields.items() if not is_null(raw)}
 
 
@@ -79,7 +79,11 @@ def decode_value(raw: bytes | bytearray | msgspec.Raw, param: str, decoder: msgs
             raise bad_request(f"{param} must be {_bounds(decoder.type)}, not {_shown(raw)}", param) from None
         raise invalid(error, param) from None
     except _UNREADABLE as error:
-        raise bad_request(f"{param} cannot be read: {error}", param) from None
+        raise _unreadable(error, f"{param} cannot be read", param) from None
+
+
+def _unreadable(error: Exception, said: str, param: str) -> ApiError:
+    return bad_request(f"{said}: {'it is nested too deeply' if isinstance(error, RecursionError) else error}", param)
 
 
 def _bounds(kind: Any) -> str:

@@ -32,7 +32,8 @@ class _Message(msgspec.Struct):
 
 class _Tool(msgspec.Struct):
     name: Any
-    input_schema: Any
+    type: Any = None
+    input_schema: Any = msgspec.UNSET
     description: Any = None
 
 
@@ -86,7 +87,7 @@ def chat_body(body: bytes | bytearray, *, counts_only: bool = False) -> bytes:
     form = asked.output_config.get("format")
     of_schema = isinstance(form, dict) and {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
     chat["response_format"] = of_schema or form
-    chat["tools"] = list(map(_tool, asked.tools))
+    chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)]
     if (choice := asked.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
@@ -140,7 +141,11 @@ def _add_message(messages: list[dict[str, Any]], message: _Message, param: str) 
         messages.append({"role": role, "content": "".join(texts)})
 
 
-def _tool(tool: _Tool) -> dict[str, Any]:
+def _tool(tool: _Tool, param: str) -> dict[str, Any]:
+    if tool.input_schema is msgspec.UNSET and tool.type not in (None, "custom"):  # one that Anthropic's servers would run
+        raise bad_request(f'{param}.type is {spelled(tool.type)}; it must be "custom"', f"{param}.type")
+    if tool.input_schema is msgspec.UNSET:
+        raise bad_request(f"{param}.input_schema is required", f"{param}.input_schema")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 

@@ -288,6 +288,11 @@ def test_faults_of_a_message_have_its_own_names_and_places(thinker: Edge, messag
     ("fields", "said"),
     [
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema must be an object"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            'tools[0].type is "web_search_20250305"; it must be "custom"',
+        ),
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name must be a string with"),
         ({"tool_choice": {"type": "any"}}, 'tool_choice "any" needs tools'),
         ({"tool_choice": {"type": "tool"}}, "tool_choice must name a function"),

@@ -169,6 +169,8 @@ def test_messages_say_what_may_be_sent_instead(edge: Edge) -> None:
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
     ):
         assert said in refused(edge, "/v1/chat/completions", {**chat, **fields}, param)["message"]
+    deep = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    assert "nested too deeply" in refused(edge, "/v1/chat/completions", deep, "body")["message"]
     assert "is empty" in refused(edge, "/v1/chat/completions", b"", "body")["message"]
     assert refused(edge, "/v1/chat/completions", b"[1]", "body")["message"] == "body must be an object, not an array"
     refused(edge, "/v1/completions", {"prompt": "x", "echo": True, "max_tokens": -1}, "max_tokens")
