@@ -122,7 +122,7 @@ def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
         raise bad_request(f'{param} is {spelled(tool.get("type"))}; it must be "function"', param)
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return tool if "function" in tool else {"type": "function", "function": function}
+    return tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": function}
 
 
 _KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}

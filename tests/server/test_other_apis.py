@@ -254,6 +254,7 @@ RESPONSE_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "a JSON schema"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", '"web_search"; it must be "function"'),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "required"),
+    ({"input": "x", "tools": [{"type": "function", "function": 5}]}, "tools[0].name", "required"),
 ]
 
 
