@@ -22,9 +22,10 @@ from minserve.kernels.triton_cache import list_pages
 WORKSPACE_BYTES = 128 << 20
 """Partial results of split caches; one for all wrappers, which never run at the same time."""
 
-MOST_TRITON_MLA_TOKENS = 1024
-"""Steps with prompts of no more tokens are Triton's: cut into pieces of 32 cached tokens, as short prompts are, FlashInfer
-0.6.18's kernel gave the second half of its tiles other values on each run."""
+PAIRED_QUERIES = 64
+"""FlashInfer's MLA kernel runs on pairs of programs where a step has more queries a row than this, heads counted and empty rows
+too. The grid follows from it, and a graph keeps the grid that it was recorded with: replayed with a plan for the other one, it
+leaves half of the work undone."""
 
 SINGLES_SPLITS = 4
 """Most parts of a decode row's cache in a mixed step, where most of the launch's rows are empty."""
@@ -72,6 +73,8 @@ class _Wrapper:
     singles: _Singles | None = None
     num_tokens: int = 0
     """Of the step that it is planned for, padding not counted."""
+    paired: bool | None = None
+    """How a graph that reads it was recorded."""
 
 
 class FlashInferAttention:
@@ -95,14 +98,16 @@ class FlashInferAttention:
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape) -> FlashInferPlan:
         """Host work: copies lengths to FlashInfer's buffers and cuts the work. Reads no device value.
 
-        Raises ValueError when a graph's page table moved since its first plan: the graph would read freed memory.
+        Raises ValueError when a graph's page table moved since its first plan, and the graph would read freed memory, or when
+        so few of its tokens are real that FlashInfer would cut the work for another grid.
         """
         triton = self.triton.plan(metadata, shape)
         rows, tokens = metadata.page_table.shape[0], metadata.slot_mapping.shape[0]
         decode = metadata.decode_only and tokens == rows  # a mixed graph's rows may by chance all have one token
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
-        if shape.kind == "mla" and not decode and tokens <= MOST_TRITON_MLA_TOKENS:
+        # A graph's steps fill more than half of it, so all of them run on pairs as its recording does.
+        if shape.kind == "mla" and not decode and not _paired(shape, rows, tokens // 2):
             return FlashInferPlan(triton, None)
         if metadata.graph:
             return self._graph_plan(metadata, shape, triton)
@@ -128,6 +133,11 @@ class FlashInferAttention:
         if wrapper.pages is None or wrapper.pages.data_ptr() != table.data_ptr() or wrapper.pages.numel() != table.numel():
             raise ValueError(f"the page table of the {table.shape[0]}-row graph moved after its first plan")
         self._plan(wrapper, metadata, shape)
+        paired = _paired(shape, table.shape[0], wrapper.num_tokens)
+        if wrapper.paired is None:
+            wrapper.paired = paired
+        if shape.kind == "mla" and paired != wrapper.paired:
+            raise ValueError(f"{wrapper.num_tokens} tokens are too few for the graph of {metadata.slot_mapping.shape[0]} tokens")
         return plan
 
     def forget_graphs(self) -> None:
@@ -219,6 +229,10 @@ def _covers(shape: AttentionShape) -> bool:
     if shape.kind == "mla":
         return (shape.head_dim, shape.rope_dim) == (512, 64)
     return shape.head_dim in (128, 256)
+
+
+def _paired(shape: AttentionShape, rows: int, tokens: int) -> bool:
+    return tokens * shape.num_heads // rows > PAIRED_QUERIES
 
 
 def _running_sum(values: list[int] | tuple[int, ...]) -> Tensor:

@@ -88,10 +88,12 @@ def small_model(
     return model
 
 
-def runner_of(model: Decoder, kernels: Kernels, *, max_num_seqs: int = 40, num_pages: int = 200) -> ModelRunner:
+def runner_of(
+    model: Decoder, kernels: Kernels, *, max_num_seqs: int = 40, num_pages: int = 200, chunked_prefill_size: int = 512
+) -> ModelRunner:
     limits = Limits(
         max_num_seqs=max_num_seqs,
-        chunked_prefill_size=512,
+        chunked_prefill_size=chunked_prefill_size,
         page_size=64,
         num_pages=num_pages,
         max_model_len=2048,
@@ -111,12 +113,12 @@ def small_runner(
     layers: int = 3,
     fp8: bool = False,
     policy: str = "overlap",
-    max_num_seqs: int = 40,
     dtype: torch.dtype = torch.bfloat16,
+    **sizes: int,
 ) -> ModelRunner:
     kernels = change(stacks.build(stack, DEVICE))
     model = small_model(name, kernels, layers=layers, fp8=fp8, policy=policy, dtype=dtype)
-    return runner_of(model, kernels, max_num_seqs=max_num_seqs)
+    return runner_of(model, kernels, **sizes)
 
 
 def capture(runner: ModelRunner, sizes: tuple[int, ...] | None = None) -> StepGraphs[Sampled]:

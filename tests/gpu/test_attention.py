@@ -67,6 +67,11 @@ def run(
     return function(*inputs, layer, metadata, shape, attention.plan(metadata, shape))
 
 
+def short_prompts(rows: int, longest: int) -> AttentionMetadata:
+    lengths = [random.randint(1, longest) for _ in range(rows)]
+    return step(lengths, lengths, 64)
+
+
 STEPS = {"a first token": lambda: step([1, 1], [1, 64], 64)} | sized(
     {
         "one row": lambda: step([1], [random.randint(600, 1200)], 64),
@@ -74,6 +79,7 @@ STEPS = {"a first token": lambda: step([1, 1], [1, 64], 64)} | sized(
         "decode, pages of 16": lambda: step([1] * 9, [random.randint(1, 700) for _ in range(9)], 16),
         "prefill": lambda: step([300, 64, 5], [300, 64, 5], 64),
         "mixed": lambda: step([1, 130, 1, 33, 200], [500, 400, 3, 33, 555], 64),
+        "many short prompts": lambda: short_prompts(30, 90),
     },
     {
         "one row": lambda: step([1], [random.randint(130, 300)], 64),
@@ -81,6 +87,7 @@ STEPS = {"a first token": lambda: step([1, 1], [1, 64], 64)} | sized(
         "decode, pages of 16": lambda: step([1] * 2, [random.randint(1, 100) for _ in range(2)], 16),
         "prefill": lambda: step([70, 64, 5], [70, 64, 5], 64),
         "mixed": lambda: step([1, 40, 1, 33], [150, 100, 3, 33], 64),
+        "many short prompts": lambda: short_prompts(4, 20),
     },
 )
 PATHS = sized(["triton", "flashinfer"], ["triton"])
