@@ -32,6 +32,8 @@ MODES = {
     "graph overlap": ["--shared-expert", "overlap"],
     "graph fused": ["--shared-expert", "fused"],
 }
+MOST_DRIFT = {False: 1.0, True: 1.5}
+"""In shares of the eval's bounds, which are bf16's: the embedded model itself, and another form of it."""
 MARGIN = 0.5
 """Nats within which 16-bit rounding, which depends on the batch, may turn a choice."""
 
@@ -60,6 +62,9 @@ def serve(stack: str, mode: str, logs: Path, limit: int, model: list[str]) -> di
         (logs / f"eval-{name}.log").write_text(evaluation.stdout + evaluation.stderr)
         row["exit"] = evaluation.returncode
         row["accuracy"] = (evaluation.stdout.strip().splitlines() or ["nothing"])[-1]
+        # Generated tokens one and 16 at a time, prompts, right answers: how far from float32, as shares of their bounds.
+        found = re.findall(r"drift (\S+), bound ([\d.]+)\)", evaluation.stdout)
+        row["drifts"] = [round(float(drift) / float(bound), 2) for drift, bound in found]
         row["eval after"] = round(time.monotonic() - began, 1)
         if mode == "graph overlap":
             row["mixed"] = asyncio.run(mixed(url))
@@ -162,9 +167,10 @@ def main() -> int:
         accuracy = re.fullmatch(r"accuracy (\d\.\d+)", str(row.get("accuracy")))
         sound &= "beyond: [(" not in row.get("mixed", "")
         sound &= accuracy is not None and float(accuracy[1]) >= 0.97 and row.get("pages used") == 0
+        sound &= len(row.get("drifts", [])) == 4 and all(drift <= MOST_DRIFT[bool(model)] for drift in row["drifts"])
     for row in rows:
         sys.stdout.write(
-            f"{row['stack']:10} {row['mode']:14} {row.get('accuracy')} exit {row.get('exit')} "
+            f"{row['stack']:10} {row['mode']:14} {row.get('accuracy')} drifts {row.get('drifts')} "
             f"pages {row.get('pages used')} {row.get('mixed', '')} {row.get('error', '')}\n"
         )
     return 0 if sound else 1
