@@ -133,7 +133,8 @@ def test_tokens_are_those_of_the_cpu(variant: str, kind: str, tmp_path: Path) ->
         quantises = kind == "fp8" and stack == "hopper"
         rounded = run(load(directory, "cpu", kernels=fp8_activations() if quantises else None))
         kept = sum(first_difference(wanted, rounded, index)[0] for index in wanted.tokens)
-        for mode in ("eager", "graph serial", "graph overlap", *([] if "qwen" in variant else ["graph fused"])):
+        fused = "qwen" not in variant and kind != "int4"  # a gate, or another form than the routed experts', stays beside them
+        for mode in ("eager", "graph serial", "graph overlap", *(["graph fused"] if fused else [])):
             runner = load(directory, stack, "serial" if mode == "eager" else mode.removeprefix("graph "))
             if mode != "eager":
                 capture(runner, (1, 2, 4, 8))

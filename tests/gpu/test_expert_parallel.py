@@ -86,7 +86,15 @@ def shown(lines: list[str]) -> list[str]:
     return [line for line in lines[:-40] if line.startswith("rank")] + lines[-40:]
 
 
-@pytest.mark.parametrize("flags", [[], ["--enforce-eager"], ["--moe-dispatcher", "torch"], ["--deepep-mode", "low_latency"]])
+FLAGS = {
+    "auto": [],
+    "eager": ["--enforce-eager"],
+    "torch": ["--moe-dispatcher", "torch"],
+    "low": ["--deepep-mode", "low_latency"],
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_a_server_of_several_ranks(ranks: tuple[int, dict[str, str]], flags: list[str], tmp_path: Path) -> None:
     """Right answers, every rank proven, and the death of a rank is the end of all, with its name."""
     count, environment = ranks
