@@ -86,9 +86,14 @@ class FlashInferAttention:
     the buffers in place. Such a plan's result is the same object each time. Without `graph`, a wrapper serves any step.
     """
 
-    def __init__(self, device: torch.device, triton: TritonAttention, least_mla_rows: int = 12) -> None:
+    def __init__(
+        self, device: torch.device, triton: TritonAttention, least_mla_rows: int = 12, *, whole_gpu: bool = True
+    ) -> None:
+        """whole_gpu: no other process's kernels wait on the GPU for ours. FlashInfer's MLA kernel starts on all multiprocessors
+        at once or not at all, and would wait for theirs."""
         self.device = device
         self.triton = triton
+        self.whole_gpu = whole_gpu
         self.least_mla_rows = least_mla_rows
         """Decode batches of fewer rows are faster in Triton. Grouped-query decode is at every size, and plans nothing."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -107,7 +112,7 @@ class FlashInferAttention:
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
         # A graph's steps fill more than half of it, so all of them run on pairs as its recording does.
-        if shape.kind == "mla" and not decode and not _paired(shape, rows, tokens // 2):
+        if shape.kind == "mla" and (not self.whole_gpu or not (decode or _paired(shape, rows, tokens // 2))):
             return FlashInferPlan(triton, None)
         if metadata.graph:
             return self._graph_plan(metadata, shape, triton)

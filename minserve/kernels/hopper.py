@@ -15,10 +15,15 @@ from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_exchange import quantize_rows
 
 
-def hopper(device: torch.device, name: str = "hopper", choices: ExpertChoices | None = None) -> Kernels:
-    """The stack's table for one device; owns FlashInfer's workspaces, so make one a process. bf16 models only gain by it."""
+def hopper(
+    device: torch.device, name: str = "hopper", choices: ExpertChoices | None = None, *, whole_gpu: bool = True
+) -> Kernels:
+    """The stack's table for one device; owns FlashInfer's workspaces, so make one a process. bf16 models only gain by it.
+
+    whole_gpu: no other rank has the same device.
+    """
     triton = TritonAttention(device)
-    attention, products = FlashInferAttention(device, triton), DeepGemmProducts(choices)
+    attention, products = FlashInferAttention(device, triton, whole_gpu=whole_gpu), DeepGemmProducts(choices)
     return dataclasses.replace(
         torch_gpu.build(name, triton),
         linear=products.linear,

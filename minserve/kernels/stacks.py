@@ -133,12 +133,12 @@ def _relevant(name: StackName, verdicts: Sequence[Verdict]) -> tuple[Verdict, ..
 
 
 def open_stack(
-    name: str, device: torch.device, remembered: Remembered, dispatcher: DispatcherName = "local"
+    name: str, device: torch.device, remembered: Remembered, dispatcher: DispatcherName = "local", *, whole_gpu: bool = True
 ) -> tuple[Choice, Kernels]:
     """`choose`, then `build`; what imports without harm is remembered. Raises what `choose` raises."""
     choice = choose(name, device, remembered=remembered, dispatcher=dispatcher)
     try:
-        kernels = build(choice.name, device, remembered)
+        kernels = build(choice.name, device, remembered, whole_gpu=whole_gpu)
     except (ImportError, OSError, AttributeError) as error:
         raise EnvironmentFault(f"the libraries of the {choice.name} stack do not import together: {error}") from error
     for library in STACKS[choice.name]:
@@ -152,8 +152,11 @@ def resolve(name: str, device: torch.device) -> Kernels:
     return build(choose(name, device).name, device)
 
 
-def build(name: StackName, device: torch.device, remembered: Remembered | None = None) -> Kernels:
-    """The table of a stack whose libraries are known to import. Imports them here, so that other stacks need none."""
+def build(name: StackName, device: torch.device, remembered: Remembered | None = None, *, whole_gpu: bool = True) -> Kernels:
+    """The table of a stack whose libraries are known to import. Imports them here, so that other stacks need none.
+
+    whole_gpu: no other rank has the same device.
+    """
     if name == "cpu":
         return reference.cpu()
     choices = ExpertChoices(torch.cuda.get_device_name(device), remembered)
@@ -164,7 +167,7 @@ def build(name: StackName, device: torch.device, remembered: Remembered | None =
         return torch_gpu(device, choices) if name == "torch-gpu" else deterministic(device)
     from minserve.kernels.hopper import hopper
 
-    return hopper(device, name, choices)
+    return hopper(device, name, choices, whole_gpu=whole_gpu)
 
 
 def _hash_triton() -> None:

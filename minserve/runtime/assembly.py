@@ -85,7 +85,7 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     directory = model_directory(config)
     model_config = load_model_config(directory)
     timeline.begin("stack")
-    backend = choose_backend(config, model_config)
+    backend = choose_backend(config, model_config, whole_gpu=group.sharers == 1)
     if backend.device.type == "cpu":
         config = msgspec.structs.replace(config, chunked_prefill_size=min(config.chunked_prefill_size, CPU_STEP_TOKENS))
     prove_same_model(config, model_config, backend, group)
@@ -116,7 +116,7 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     return Parts(model, Scheduler(limits), runner, info)
 
 
-def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
+def choose_backend(config: Config, model_config: ModelConfig, *, whole_gpu: bool = True) -> Backend:
     """Raises EnvironmentFault for a device that is not there, and what the choice of a stack raises."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFault("--device cuda: torch finds no CUDA device here; use --device cpu")
@@ -124,7 +124,7 @@ def choose_backend(config: Config, model_config: ModelConfig) -> Backend:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dispatcher = config.moe_dispatcher if config.ep_size > 1 and model_config.moe is not None else "local"
     stack = "deterministic" if config.deterministic else config.stack
-    choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher)
+    choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher, whole_gpu=whole_gpu)
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]

@@ -110,7 +110,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         model_config = load_model_config(directory)
         if options.context > model_config.max_position_embeddings:
             raise UsageError(f"--context {options.context}: the model knows {model_config.max_position_embeddings} positions")
-        backend = assembly.choose_backend(config, model_config)
+        backend = assembly.choose_backend(config, model_config, whole_gpu=group.sharers == 1)
         exchange = assembly.connect(config, model_config, backend, group)
         model, *_ = assembly.load(config, directory, model_config, backend, Timeline(lambda _: None, "import"), exchange)
     _skew(model, options.skew)

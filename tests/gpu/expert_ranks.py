@@ -67,7 +67,7 @@ def say(line: str) -> None:
 def layers(group: Group, folder: Path) -> None:
     """Random experts and tokens, as many on each rank as it likes, through every way there is."""
     del folder
-    kernels = stacks.build("hopper-ep", torch.device("cuda", torch.cuda.current_device()))
+    kernels = stacks.build("hopper-ep", torch.device("cuda", torch.cuda.current_device()), whole_gpu=group.sharers == 1)
     capacity = deep_ep_limits.capacity(64, group.sharers)
     for hidden, inner, experts, top_k in ((2048, 256, 16, 8), (256, 128, 16, 4)):
         able = deep_ep_limits.abilities(hidden, top_k, group.seat.num_ranks, group.seat.num_ranks)
@@ -157,8 +157,8 @@ def replays(group: Group, folder: Path) -> None:
 def check_replays(group: Group, way: Exchange, directory: Path, kind: str, policy: str, few: int, many: int) -> None:
     rank = group.seat.rank
     rows = few if rank == 0 else many
-    alone = load(directory, policy, None, many)
-    runner = load(directory, policy, way, many)
+    alone = load(group, directory, policy, None, many)
+    runner = load(group, directory, policy, way, many)
     assert (way.dispatcher.quantize is None) == (kind == "bf16")
     step = decode_step(rows)
     capture(alone, (few, many))
@@ -215,10 +215,10 @@ def connect(group: Group, max_num_seqs: int) -> Exchange:
     return expert_exchange.connect(settings, config, (placement, {}), "hopper-ep", device, group)
 
 
-def load(directory: Path, policy: Any, way: Exchange | None, max_num_seqs: int) -> ModelRunner:
+def load(group: Group, directory: Path, policy: Any, way: Exchange | None, max_num_seqs: int) -> ModelRunner:
     checkpoint, config = open_checkpoint(directory), load_model_config(directory)
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = stacks.build("hopper-ep", device)
+    kernels = stacks.build("hopper-ep", device, whole_gpu=group.sharers == 1)
     options = {} if way is None else {"dispatcher": way.dispatcher, "placement": way.placement}
     lanes = CudaLanes(device) if policy == "overlap" else None
     model = build_model(config, checkpoint.formats, kernels, torch.bfloat16, device, shared_expert=policy, lanes=lanes, **options)

@@ -112,7 +112,7 @@ def test_a_library_that_imported_without_harm_is_not_tried_again(tmp_path: Path,
         return tuple(Verdict(library.module, True, "1.0", "imports") for library in libraries)
 
     monkeypatch.setattr(library_probe, "probe", imports)
-    monkeypatch.setattr(stacks, "build", lambda *_: reference.cpu())
+    monkeypatch.setattr(stacks, "build", lambda *_, **__: reference.cpu())
     memory = Remembered(tmp_path)
     choices = [stacks.open_stack("auto", GPU, memory)[0] for _ in range(2)]
     assert tried == ["triton", "flashinfer", "deep_gemm"]
@@ -128,7 +128,7 @@ def test_a_library_that_takes_its_process_down_does_so_once(tmp_path: Path, monk
     monkeypatch.setattr(library_probe, "probe", lambda libraries, **_: outcomes.pop(0) if libraries else ())
     memory = Remembered(tmp_path)
 
-    def build(name: str, device: torch.device, remembered: Remembered) -> Kernels:
+    def build(name: str, device: torch.device, remembered: Remembered, **_: bool) -> Kernels:
         del device, remembered
         if name == "hopper" and len(outcomes) == 1 and memory_was_used:
             raise KeyboardInterrupt  # as good as dead
@@ -145,7 +145,7 @@ def test_a_library_that_takes_its_process_down_does_so_once(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("hopper")
 def test_libraries_that_do_not_import_together_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> Kernels:
+    def build(*_: object, **__: object) -> Kernels:
         raise ImportError("undefined symbol: nothing")
 
     monkeypatch.setattr(library_probe, "probe", lambda *_, **__: verdicts()[:3])
