@@ -25,7 +25,7 @@ from minserve.server.generation import Generation, LoadedModel, Prompt
 from minserve.server.http import BodyReader, Exchange
 from minserve.server.messages_api import MessageWriter
 from minserve.server.options import Options
-from minserve.server.prompts import asks_for_grammar, prepare_chat, prepare_completion
+from minserve.server.prompts import asks_for_grammar, holds_token_ids, prepare_chat, prepare_completion
 from minserve.server.responses import ResponseWriter
 
 MAX_BLOCKED_SECONDS = 60.0
@@ -34,6 +34,9 @@ MAX_BLOCKED_SECONDS = 60.0
 
 GRAMMAR_WEIGHT = 16
 """A byte of a body that asks for a grammar may take as long as so many bytes of text."""
+IDS_PER_TEXT = 16
+"""So many bytes of token ids are read in the time in which a byte of text becomes one. A prompt of some thousand ids is no work
+for a thread, from which it would come back after all the other bodies of a burst."""
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -82,9 +85,7 @@ class GenerateEndpoints:
 
     async def _prepared(self, exchange: Exchange, prepare: Prepare, model: LoadedModel) -> Asked:
         async with self._bodies.body(exchange.request) as body:
-            constrained = len(body) <= HEAVY_BYTES and asks_for_grammar(body)
-            weight = INLINE_BYTES + GRAMMAR_WEIGHT * len(body) if constrained else len(body)
-            return await self._front.worked(lambda: prepare(body, model), weight)
+            return await self._front.worked(lambda: prepare(body, model), _weight(body))
 
     async def _whole(self, exchange: Exchange, generation: Generation, writer: Writer) -> web.StreamResponse:
         while generation.open:
@@ -117,6 +118,15 @@ class GenerateEndpoints:
                 response.force_close()
                 await response.write_eof(writer.error(error))
                 return response
+
+
+def _weight(body: bytearray) -> int:
+    """The bytes of text that take as long as this body."""
+    if len(body) <= HEAVY_BYTES and asks_for_grammar(body):
+        return INLINE_BYTES + GRAMMAR_WEIGHT * len(body)
+    if len(body) <= HEAVY_BYTES and holds_token_ids(body):
+        return len(body) // IDS_PER_TEXT
+    return len(body)
 
 
 def _chat(body: bytes | bytearray, model: LoadedModel) -> Asked:

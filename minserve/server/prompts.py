@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import msgspec
 
@@ -22,6 +23,7 @@ MAX_TOTAL_TOKENS = 1 << 23
 
 _completion, _chat = Reader(openai.CompletionFields), Reader(openai.ChatFields)
 _FIELDS_OF_GRAMMARS = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"format"')
+_PROMPT_OF_IDS = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 
 
 def prepare_completion(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, list[Prompt]]:
@@ -75,6 +77,11 @@ def prepare_chat(body: bytes | bytearray, model: LoadedModel) -> tuple[Options, 
 def asks_for_grammar(body: bytes | bytearray) -> bool:
     """Whether a body may ask for a grammar, which takes long to build. May be wrong, at the price of that time or of a thread."""
     return any(name in body for name in _FIELDS_OF_GRAMMARS)
+
+
+def holds_token_ids(body: bytes | bytearray) -> bool:
+    """Whether a body's prompts are likely token ids, which are only read, not made. May be wrong, at the price of that time."""
+    return _PROMPT_OF_IDS.search(body) is not None
 
 
 def _with_grammar(options: Options, grammar: Grammar | None) -> Options:

@@ -21,6 +21,8 @@ import psutil
 import pytest
 from waiting import PATIENCE, once_within
 
+from minserve.server.front import INLINE_BYTES
+from minserve.server.tokenizer import Tokenizer
 from tests.server.conftest import Answer, Edge
 from tests.server.test_life import Child
 
@@ -169,6 +171,29 @@ def longest_delay(servers: tuple[Child, Child], body: bytes, path: str) -> tuple
             time.sleep(0.02)
     share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
     return longest * min(1.0, share), statuses[0]
+
+
+def test_token_ids_do_not_wait_for_texts(start_edge: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While every thread for texts is taken, and although the body is a long one."""
+    encode, may_end = Tokenizer.encode, threading.Event()
+
+    def slow_encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        may_end.wait(PATIENCE)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow_encode)
+    spaces = b" " * INLINE_BYTES
+    bodies = {
+        kind: b'{"max_tokens":1,"prompt":%b%b}' % (prompt, spaces) for kind, prompt in (("text", b'"x"'), ("ids", b"[1, 2]"))
+    }
+    with start_edge("ok") as edge, ThreadPoolExecutor(4) as clients:
+        texts = [clients.submit(edge.post, "/v1/completions", bodies["text"]) for _ in range(4)]
+        try:
+            assert edge.post("/v1/completions", bodies["ids"]).status == 200
+            assert not any(text.done() for text in texts)
+        finally:
+            may_end.set()
+        assert [text.result().status for text in texts] == [200] * 4
 
 
 @pytest.mark.parametrize(
