@@ -73,7 +73,7 @@ class PagedSteps:
         )
         with torch.inference_mode():
             hidden = self.model(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64), context)
-            logits = self.model.compute_logits(hidden[:real])
+            logits = self.model.compute_logits(hidden[:real]).float()
         return list(logits.split([len(tokens) for _, tokens in rows]))
 
     def free(self, name: str) -> None:

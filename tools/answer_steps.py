@@ -127,7 +127,7 @@ class AnswerSteps:
         batch = staged.batch
         plan = self.kernels.plan_attention(batch.attention, self.model.attention_shape)
         hidden = self.model(batch.token_ids, batch.positions, ForwardContext(batch.attention, plan, self._cache))
-        return list(self.model.compute_logits(hidden).split([len(tokens) for _, _, tokens in rows]))
+        return list(self.model.compute_logits(hidden).float().split([len(tokens) for _, _, tokens in rows]))
 
 
 def _chunks(rows: list[_Row]) -> list[list[_Row]]:

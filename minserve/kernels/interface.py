@@ -173,6 +173,12 @@ class Kernels:
     """(q [T, Hq, D], cache, metadata, shape, plan) -> [T, Hq, D]; causal within the row."""
     mla_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Tensor]
     """(q_latent [T, Hq, R], q_rope [T, Hq, P], cache, metadata, shape, plan) -> [T, Hq, R]; absorbed form, causal."""
+    part_maxima: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """logits [N, V] of any type -> (fp32 [N, S], ids int64 [N, S]): the largest of each of a row's S parts, in the order of ids,
+    and the lowest id that has it; a part that holds a NaN gives NaN or infinity, and any id."""
+    record_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(values fp32 [N, S], ids int64 [N, S], slots int64 [N], last_tokens int64, output_index int32, broken_rows int32, each
+    [slots], token_counts int32 [slots, V]) -> tokens int64 [N], which those four are told of."""
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """x [T, H] -> FP8 [T, H], scales fp32 [T, ceil(H / 128)]: for rows that travel to FP8 experts of other ranks."""
     keeps_fp8: bool = False

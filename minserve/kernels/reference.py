@@ -314,6 +314,36 @@ def _probabilities(scores: Tensor, group: RowGroup) -> Tensor:
     return scores.masked_fill(~group.visible[:, None, None], float("-inf")).softmax(-1)
 
 
+def part_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V] -> (their largest fp32 [N, 1], the lowest id that has it int64 [N, 1]): the whole row is one part."""
+    values, ids = logits.max(dim=-1, keepdim=True)
+    return values.float(), ids
+
+
+def record_tokens(
+    values: Tensor,
+    ids: Tensor,
+    slots: Tensor,
+    last_tokens: Tensor,
+    output_index: Tensor,
+    broken_rows: Tensor,
+    token_counts: Tensor,
+) -> Tensor:
+    """The id of each row's largest of values [N, S]: int64 [N]. Where that is not finite the row is broken and its token 0.
+
+    Ties go to the first part. Of rows that share a slot each is counted, and `last_tokens` gets the token of any.
+    """
+    best, part = values.max(dim=-1, keepdim=True)
+    broken = ~best.isfinite().squeeze(1)
+    tokens = ids.gather(1, part).squeeze(1).masked_fill(broken, 0)
+    one = torch.ones_like(slots, dtype=torch.int32)
+    last_tokens.index_copy_(0, slots, tokens)
+    output_index.index_add_(0, slots, one)
+    broken_rows.index_add_(0, slots, broken.to(torch.int32))
+    token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=token_counts.shape[1]), one)
+    return tokens
+
+
 def cpu() -> Kernels:
     """The `cpu` stack."""
     return Kernels(
@@ -331,5 +361,7 @@ def cpu() -> Kernels:
         plan_attention=plan_attention,
         gqa_attention=gqa_attention,
         mla_attention=mla_attention,
+        part_maxima=part_maxima,
+        record_tokens=record_tokens,
         keeps_int4=True,
     )

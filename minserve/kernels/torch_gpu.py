@@ -7,7 +7,15 @@ import functools
 
 import torch
 
-from minserve.kernels import triton_attention, triton_cache, triton_experts, triton_linear, triton_router, triton_rows
+from minserve.kernels import (
+    triton_attention,
+    triton_cache,
+    triton_experts,
+    triton_linear,
+    triton_router,
+    triton_rows,
+    triton_sampling,
+)
 from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.expert_tiles import FIXED_SIZES
 from minserve.kernels.interface import Kernels
@@ -49,6 +57,8 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
         mla_attention=attention.mla,
+        part_maxima=triton_sampling.part_maxima,
+        record_tokens=triton_sampling.record_tokens,
         keeps_fp8=True,
         keeps_int4=True,
     )

@@ -25,5 +25,5 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> fp32 [N, vocab_size]"""
+        """[N, H] -> logits [N, vocab_size], in the type of the product: who computes with them casts what it needs."""
         ...

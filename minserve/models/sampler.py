@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from minserve.kernels import reference
+from minserve.kernels.interface import Kernels
 from minserve.models.logits_rules import lowest_kept, penalize, unpack_mask
 from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -20,7 +22,8 @@ from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 Variant = Literal["argmax", "general"]
 
 ROWS_AT_ONCE = 64
-"""The general variant works through this many rows at a time: its temporaries are a dozen times the logits."""
+"""The general variant and log-probabilities work through this many rows at a time: their temporaries are in fp32, and of the
+variant's there are a dozen."""
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity and NaN in reported log-probabilities, which JSON cannot carry."""
 
@@ -36,8 +39,10 @@ class SamplerState:
     Only `set_slot`, `clear_slot` and `sample` write to them, always on the current stream.
     """
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
+        """kernels: a stack of the device; None: plain torch."""
         rows = max_slots + 1
+        self.kernels = kernels or reference.cpu()
         self.max_slots = max_slots
         self.vocab_size = vocab_size
         self.device = device
@@ -107,26 +112,22 @@ def needs_general(params: SamplingParams) -> bool:
 
 
 def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant) -> Tensor:
-    """The next token of each row: logits fp32 [N, V], slots int64 [N] -> int64 [N]. The logits are left as they are.
+    """The next token of each row: logits [N, V] of any type, slots int64 [N] -> int64 [N]. The logits are left as they are.
 
-    A pure function of its arguments and the state's buffers, and capturable: only torch operations of fixed shapes. Writes
-    `last_tokens`, `output_index` and `token_counts` of the slots. "argmax" ignores every parameter and is right when no row
-    `needs_general`; in "general" greedy rows are the exact argmax of their processed logits. Ties go to the lowest id.
+    A pure function of its arguments and the state's buffers, and capturable: only operations of fixed shapes. Writes
+    `last_tokens`, `output_index`, `broken_rows` and `token_counts` of the slots. "argmax" ignores every parameter and is
+    right when no row `needs_general`; in "general" greedy rows are the exact argmax of their processed logits. Ties go to the
+    lowest id.
     """
     if variant == "argmax":
-        best, tokens = torch.max(logits, dim=-1)
+        # Two launches on a GPU, and one pass over the logits: at batch 1 a kernel costs as much as its launch.
+        values, ids = state.kernels.part_maxima(logits)
     else:
         parts = [_draw(*rows, state) for rows in zip(logits.split(ROWS_AT_ONCE), slots.split(ROWS_AT_ONCE), strict=True)]
-        best, tokens = (torch.cat(column) for column in zip(*parts, strict=True))
-    # Few and small kernels: at batch 1 each costs as much as its launch.
-    broken = best * 0.0 != 0.0
-    tokens = tokens.masked_fill(broken, 0)
-    one = state.one.expand_as(slots)
-    state.broken_rows.index_add_(0, slots, broken.to(torch.int32))
-    state.last_tokens.index_copy_(0, slots, tokens)
-    state.output_index.index_add_(0, slots, one)
-    state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), one)
-    return tokens
+        values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+    return state.kernels.record_tokens(
+        values, ids, slots, state.last_tokens, state.output_index, state.broken_rows, state.token_counts
+    )
 
 
 def sample_again(logits: Tensor, slots: Tensor, tokens: Tensor, allowed: Tensor, state: SamplerState, variant: Variant) -> Tensor:
@@ -145,7 +146,7 @@ def sample_again(logits: Tensor, slots: Tensor, tokens: Tensor, allowed: Tensor,
 
 
 def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, Tensor]:
-    """The general variant for a few rows -> (largest processed logit [n], token [n])."""
+    """The general variant for a few rows -> (largest processed logit fp32 [n, 1], token [n, 1])."""
     reals, integers = state.reals[slots], state.integers[slots]
     output_index = state.output_index[slots].to(torch.int64)
 
@@ -155,7 +156,8 @@ def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, T
     additions = reals[:, _NUM_REALS:]
     banning = output_index.unsqueeze(1) < integers[:, _MIN_TOKENS : _MIN_TOKENS + 1]
     additions[:, MAX_LOGIT_BIAS:].masked_fill_(~banning, 0.0)
-    values = logits.scatter_add(1, integers[:, _NUM_INTEGERS:], additions)  # unused entries are (0, 0.0)
+    values = logits.to(torch.float32, copy=True)
+    values.scatter_add_(1, integers[:, _NUM_INTEGERS:], additions)  # unused entries are (0, 0.0)
     values = penalize(
         values, state.token_counts[slots], state.in_prompt[slots], real(_REPETITION), real(_FREQUENCY), real(_PRESENCE)
     )
@@ -165,7 +167,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SamplerState) -> tuple[Tensor, T
     # Gumbel-max: the largest of logit plus independent Gumbel numbers is a draw from the softmax. Greedy rows have noise 0.
     noise = log_exponential(row_keys(integers[:, _SEED_KEY], output_index), state.id_steps)
     scores = torch.addcmul(values, noise, real(_NOISE), value=-1.0).masked_fill_(values < threshold, -torch.inf)
-    return values.amax(dim=-1), scores.argmax(dim=-1)
+    return values.amax(dim=-1, keepdim=True), scores.argmax(dim=-1, keepdim=True)
 
 
 class Logprobs(NamedTuple):
@@ -183,6 +185,12 @@ class Logprobs(NamedTuple):
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities from raw logits [N, V] for token_ids int64 [N] and the `num_top` likeliest (0: none; at most V)."""
+    pieces = zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+    gathered = [_logprobs_of_few(*rows, num_top) for rows in pieces]
+    return gathered[0] if len(gathered) == 1 else Logprobs(*(torch.cat(column) for column in zip(*gathered, strict=True)))
+
+
+def _logprobs_of_few(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1).nan_to_num_(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=-1) + 1

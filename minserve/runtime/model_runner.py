@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
     tokens: Tensor
     """int64 [N]"""
     logits: Tensor
-    """fp32 [N, vocab]"""
+    """[N, vocab], in the model's type."""
     hidden: Tensor
     """[T, hidden]"""
 
@@ -128,7 +128,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.limits = limits
         self.device = device
-        self.sampler = SamplerState(limits.max_num_seqs, limits.vocab_size, device)
+        self.sampler = SamplerState(limits.max_num_seqs, limits.vocab_size, device, kernels)
         self.batches = BatchBuilder(
             max_slots=limits.max_num_seqs,
             max_tokens=limits.max_step_tokens,
@@ -321,7 +321,7 @@ class ModelRunner:
         wanted = hidden if batch.decodes_only else hidden[batch.sample_index]
         if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
             nothing = batch.sample_slots
-            return Sampled(nothing, hidden.new_empty((0, self.limits.vocab_size), dtype=torch.float32), hidden)
+            return Sampled(nothing, hidden.new_empty((0, self.limits.vocab_size)), hidden)
         logits = self.model.compute_logits(wanted)
         tokens = sample(logits, batch.sample_slots, self.sampler, variant)
         return Sampled(tokens, logits, hidden)

@@ -31,6 +31,7 @@ _ATTENTION = ("gqa_attention", "mla_attention")
 _ENTRIES = (
     *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
     *_ATTENTION,
+    *("part_maxima", "record_tokens"),
 )
 
 
@@ -129,6 +130,7 @@ def _eager_calls(runner: ModelRunner, step: ScheduledStep) -> dict[str, list[tup
     table = _recording(runner.kernels, moved, [row.start + 1 for row in step.rows])
     assert isinstance(runner.model, Decoder)
     holders: list[Any] = [module for module in runner.model.modules() if isinstance(getattr(module, "kernels", None), Kernels)]
+    holders.append(runner.sampler)
     for module in holders:
         module.kernels = table
     graphs, runner.graphs = runner.graphs, None
@@ -194,6 +196,8 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
         # The new cache entries are as large as the keys and values that come in; no more of the cache is touched.
         arguments = tuple(argument for argument in arguments if not (isinstance(argument, Tensor) and argument.dim() == 5))
         return 2.0 * _size(arguments[0]) + (_size(arguments[4]) if entry == "mla_inputs" else 0.0)
+    if entry == "record_tokens":
+        arguments = arguments[:3]  # of the slots' buffers it touches a number a row
     return float(sum(map(_size, _tensors((arguments, result)))))
 
 

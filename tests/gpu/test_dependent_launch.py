@@ -128,6 +128,21 @@ def int4_experts(kernels: Kernels, rows: int) -> Case:
     return experts(kernels, rows, "int4")
 
 
+def part_maxima(kernels: Kernels, rows: int) -> Case:
+    logits = normal(rows, 9000)
+    return Case([logits], lambda: kernels.part_maxima(logits))
+
+
+def record_tokens(kernels: Kernels, rows: int) -> Case:
+    values, ids = normal(rows, 5, dtype=torch.float32).sort(dim=1).values, torch.randint(1, 3000, (rows, 5), device=DEVICE)
+    slots = 1 + torch.randperm(rows, device=DEVICE)
+    last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
+    output_index, broken_rows = (torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    counts = torch.zeros(rows + 1, 3000, dtype=torch.int32, device=DEVICE)
+    given = (values, ids, slots, last_tokens, output_index, broken_rows, counts)
+    return Case([values, ids, slots], lambda: (kernels.record_tokens(*given), last_tokens))
+
+
 CASES = [
     norm,
     activation,
@@ -143,6 +158,8 @@ CASES = [
     fp8_experts,
     unsorted_experts,
     int4_experts,
+    part_maxima,
+    record_tokens,
 ]
 
 

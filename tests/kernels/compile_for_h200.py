@@ -162,6 +162,14 @@ def moe(kernels: Kernels, tokens: int, top_k: int, weights: ExpertWeights, hidde
     kernels.experts_flat(empty(tokens, hidden), ids, shares, weights)
 
 
+def chosen(kernels: Kernels, rows: int, vocab_size: int) -> None:
+    values, ids = kernels.part_maxima(empty(rows, vocab_size))
+    slots, last_tokens = torch.zeros(rows, dtype=torch.int64), torch.zeros(257, dtype=torch.int64)
+    counted = torch.zeros(257, dtype=torch.int32), torch.zeros(257, dtype=torch.int32), empty(257, vocab_size, dtype=torch.int32)
+    kernels.record_tokens(values, ids, slots, last_tokens, *counted)
+    kernels.record_tokens(values[:, :1], ids[:, :1], slots, last_tokens, *counted)
+
+
 def qwen3(kernels: Kernels, tokens: int) -> None:
     shape = AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5)
     rows_of(kernels, tokens, 2048, RouterConfig(8, "softmax", normalize=True), 128)
@@ -169,6 +177,7 @@ def qwen3(kernels: Kernels, tokens: int) -> None:
     linears(kernels, tokens, (5120, 2048), (2048, 4096))
     for kind in ("bf16", "fp8"):
         moe(kernels, tokens, 8, experts(kind, 128, 2048, 768), 2048)
+    chosen(kernels, tokens, 151_936)
 
 
 def moonlight(kernels: Kernels, tokens: int) -> None:
@@ -176,6 +185,7 @@ def moonlight(kernels: Kernels, tokens: int) -> None:
     rows_of(kernels, tokens, 2048, RouterConfig(6, "sigmoid", normalize=True, scale=2.446), 64)
     mla(kernels, shape, metadata(1, tokens, 2048) if tokens <= 128 else metadata(tokens // 2, 2, 4096), 128)
     moe(kernels, tokens, 6, experts("bf16", 64, 2048, 1408), 2048)
+    chosen(kernels, tokens, 163_840)
 
 
 def deepseek_v3(kernels: Kernels, tokens: int) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minserve.models.logits_rules import lowest_kept
-from minserve.models.sampler import LEAST_LOGPROB, ROWS_AT_ONCE, SamplerState, gather_logprobs, needs_general, sample
+from minserve.models.sampler import (
+    LEAST_LOGPROB,
+    ROWS_AT_ONCE,
+    SamplerState,
+    gather_logprobs,
+    needs_general,
+    sample,
+    sample_again,
+)
 from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -527,6 +536,47 @@ def test_nothing_is_read_back_and_no_shape_depends_on_values(variant: Any, rows:
 )
 def test_which_requests_need_the_general_variant(rules: SamplingParams, expected: bool) -> None:
     assert needs_general(rules) is expected
+
+
+# Logits of 16 bits
+
+
+@pytest.mark.parametrize("variant", ["argmax", "general"])
+@pytest.mark.parametrize("rows", [1, ROWS_AT_ONCE + 3])
+def test_logits_of_16_bits_are_drawn_from_as_their_fp32_values(device: torch.device, variant: Any, rows: int) -> None:
+    logits = torch.randn(rows, 700, generator=torch.Generator().manual_seed(11)).mul_(4).bfloat16().to(device)
+    rules = [greedy(), params(), params(top_p=0.9, top_k=50), params(repetition_penalty=1.3, logit_bias={3: 2.5, 4: -1.0})]
+    outcomes = []
+    for values in (logits, logits.float()):
+        state, before = SamplerState(rows, 700, device), values.clone()
+        for slot in range(rows):
+            state.set_slot(slot, msgspec.structs.replace(rules[slot % 4], seed=slot), [1, 2], [5])
+        slots = torch.arange(rows, device=device)
+        drawn = [sample(values, slots, state, variant) for _ in range(3)]
+        allowed = torch.randint(-(2**31), 2**31, (rows, 22), generator=torch.Generator().manual_seed(12)).int().to(device)
+        drawn.append(sample_again(values, slots, drawn[-1], allowed, state, variant))
+        outcomes.append((torch.stack(drawn), state.last_tokens, state.output_index, state.token_counts, state.broken_rows))
+        assert torch.equal(values, before)
+    assert all(torch.equal(first, second) for first, second in zip(*outcomes, strict=True))
+    if variant == "argmax":
+        assert outcomes[0][0][0].tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 3])
+def test_logprobs_of_16_bits_and_in_pieces(device: torch.device, rows: int) -> None:
+    """The same numbers as from fp32, and as from each row alone."""
+    logits = torch.randn(rows, 300, generator=torch.Generator().manual_seed(13)).mul_(4).bfloat16().to(device)
+    tokens = torch.arange(rows, device=device) % 300
+    result, wide = gather_logprobs(logits, tokens, 4), gather_logprobs(logits.float(), tokens, 4)
+    assert all(torch.equal(first, second) for first, second in zip(result, wide, strict=True))
+    assert result.logprobs.shape == result.ranks.shape == (rows,)
+    assert result.top_ids.shape == result.top_logprobs.shape == (rows, 4)
+    assert result.logprobs.dtype == result.top_logprobs.dtype == torch.float32
+    for row in range(rows):
+        alone = gather_logprobs(logits[row : row + 1], tokens[row : row + 1], 4)
+        assert alone.logprobs.item() == result.logprobs[row].item()
+        assert alone.ranks.item() == result.ranks[row].item()
+        assert torch.equal(alone.top_logprobs[0], result.top_logprobs[row])
 
 
 # Log-probabilities

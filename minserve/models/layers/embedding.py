@@ -31,7 +31,7 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states [N, H] -> logits fp32 [N, vocab_size]. Tied, it reads the embedding's matrix and loads nothing."""
+    """Hidden states [N, H] -> logits [N, vocab_size], of one type. Tied, it reads the embedding's matrix and loads nothing."""
 
     def __init__(self, embedding: Embedding, build: BuildContext, *, tied: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LMHead(nn.Module):
         self.weight = embedding.weight if tied else parameter(embedding.weight.shape, build.dtype, build.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.kernels.linear(hidden, LinearWeight(self.weight), None).float()
+        return self.kernels.linear(hidden, LinearWeight(self.weight), None)
 
     def destinations(self) -> Iterator[Destination]:
         if not self.tied:
