@@ -16,6 +16,8 @@ HEADROOM = 0.9
 BEYOND_LEAST = 1.25
 """Where the least piece alone takes longer than allowed, steps may take this much more than with the least piece: on a device
 where any prompt token costs the same fixed time, tiny pieces would starve the prompts and win nothing."""
+STEP_TOKENS = 1024
+"""What any step that reads prompts takes, in tokens of a large one: however few they are, they read nearly all experts."""
 FORGET = 0.9995
 """Of what the least piece took, for each step that did not tell it anew."""
 
@@ -51,6 +53,15 @@ class PrefillPace:
         tokens = max(1, min(self._most, int(self._tokens)))
         full = [size - num_decode_rows for size in self._step_sizes if num_decode_rows < size <= num_decode_rows + tokens]
         return full[-1] if full else tokens
+
+    def worth_reading(self, num_decode_rows: int, num_prompt_tokens: int) -> int:
+        """Of the prompt tokens that the next step could hold, those that it shall: fewer where two steps take less time than the
+        padding of one."""
+        tokens = num_decode_rows + num_prompt_tokens
+        padded = next((size for size in self._step_sizes if size >= tokens), tokens)
+        full = max((size for size in self._step_sizes if num_decode_rows < size < tokens), default=0)
+        rest = next((size for size in self._step_sizes if size >= tokens - full + num_decode_rows), tokens)
+        return full - num_decode_rows if full and full + rest + STEP_TOKENS <= padded else num_prompt_tokens
 
     def scheduled(self, num_decode_rows: int, num_prompt_tokens: int) -> None:
         """What the next step will be."""

@@ -8,6 +8,7 @@ touches them has retired.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -136,7 +137,9 @@ class Scheduler:
         if most_tokens is not None:
             budget = min(budget, max(0, most_tokens - num_decode_rows))
         if budget:
-            rows.extend(self._prompt_rows(number, budget, now))
+            reading = [s for s in self._running if s.remaining and not s.decodes]
+            budget = self._pace.worth_reading(num_decode_rows, self._readable(reading, budget))
+            rows.extend(self._prompt_rows(number, reading, budget, now))
         if not rows:
             return None
         self._scheduled_step = number
@@ -180,13 +183,21 @@ class Scheduler:
 
     # prompts
 
-    def _prompt_rows(self, step: int, budget: int, now: float) -> Iterator[ScheduledRow]:
+    def _readable(self, reading: list[Sequence], most: int) -> int:
+        """Prompt tokens that are there to be read, up to `most`; what the prefix cache has of those that wait included."""
+        there = 0
+        for sequence in itertools.chain(reading, self._waiting):
+            there += sequence.remaining
+            if there >= most:
+                return most
+        return there
+
+    def _prompt_rows(self, step: int, reading: list[Sequence], budget: int, now: float) -> Iterator[ScheduledRow]:
         """Share `budget` tokens between prompts: a short one is not held up by long ones, the oldest always gets on.
 
         The oldest takes what it needs if that ends it, else half. The rest goes to the shortest first, waiting requests
         included, which are admitted in their order. What nobody else can use goes to the oldest.
         """
-        reading = [s for s in self._running if s.remaining and not s.decodes]
         oldest = reading[0] if reading else None
         others = sorted(reading[1:], key=lambda s: s.remaining)
         shares: list[tuple[Sequence, int]] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from minserve.request import Request, SamplingParams
+from minserve.runtime.cuda_graph import mixed_sizes
 from minserve.runtime.prefill_pace import BEYOND_LEAST, LEAST_TOKENS, REFRESH_STEPS, PrefillPace
 from minserve.runtime.scheduler import Scheduler
 from minserve.runtime.step import RowResult, StepResult
@@ -65,6 +66,37 @@ def test_steps_are_as_large_as_they_are_padded() -> None:
     chosen = run(machine, 200, pace=PrefillPace(2.0, MOST, 0.06, sizes))
     assert {tokens + 8 for tokens in chosen if tokens} <= set(sizes)
     assert chosen.count(1528) > 150  # 2,048 take longer than allowed, 1,536 do not
+
+
+@pytest.mark.parametrize(
+    ("rows", "there", "read"),
+    [
+        *((0, 8192, 8192), (0, 7169, 7169), (0, 7168, 4096), (0, 4097, 4096), (0, 4096, 4096), (0, 3100, 3100), (0, 10, 10)),
+        *((100, 6000, 3996), (100, 7000, 7000), (300, 3796, 3796), (4096, 900, 900)),
+    ],
+)
+def test_prompts_that_would_be_much_padding_are_two_steps(rows: int, there: int, read: int) -> None:
+    """The second one holds the decode rows again."""
+    assert PrefillPace(2.0, 8192, step_sizes=mixed_sizes(8192)).worth_reading(rows, there) == read
+
+
+def test_without_padding_all_is_read_at_once() -> None:
+    assert PrefillPace(2.0, MOST).worth_reading(0, 1500) == 1500
+
+
+def test_the_scheduler_reads_the_rest_of_a_burst_without_much_padding() -> None:
+    limits = make_limits(
+        num_pages=1 << 12, max_model_len=1 << 12, chunked_prefill_size=MOST, max_num_seqs=8, mixed_sizes=(256, 512, MOST)
+    )
+    scheduler = Scheduler(limits)
+    for number in range(5):
+        once = SamplingParams(max_tokens=1, seed=0)
+        scheduler.add(Request(id=number, prompt_token_ids=[number] * 600, sampling=once, arrival_time=0.0))
+    sizes = []
+    while (step := scheduler.schedule()) is not None:
+        sizes.append(step.num_tokens)
+        scheduler.retire(step, StepResult(rows=tuple(RowResult(token_id=3 if row.samples else None) for row in step.rows)))
+    assert sizes == [2048, 512, 440]
 
 
 def test_a_fast_reader_soon_gets_whole_chunks() -> None:
