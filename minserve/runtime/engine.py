@@ -31,6 +31,7 @@ from minserve.runtime.scheduler import Scheduler
 from minserve.runtime.startup import Timeline
 from minserve.runtime.step import ScheduledStep
 from minserve.runtime.step_agreement import IDLE, Agreed, Kind, Proposal
+from minserve.runtime.step_clock import StepClock
 from minserve.seat import ALONE, Seat
 
 HEARTBEAT_SECONDS = 0.5
@@ -69,6 +70,7 @@ class Engine:
         self._controls = controls
         self._refusals: list[TokenOutput] = []
         self._most_tokens: int | None = None
+        self._clock = StepClock(scheduler.limits.mixed_sizes)
         self._published_at = 0.0
         self._leaving = False
 
@@ -96,19 +98,24 @@ class Engine:
         in_flight: InFlight | None = None
         while True:
             idle = in_flight is None and not self._scheduler.has_work
-            heard = self._receive(wait=idle and not self._agreement.called)
-            self._add_compiled()
+            heard = self._receive(self._patience if idle and not self._agreement.called else 0.0)
+            if in_flight is not None and self._runner.runs_behind_host and self._group.seat.num_ranks == 1:
+                heard |= self._gather()
             # The next step is made and launched before the tokens of the one in flight are known: the device never waits.
-            step = self._scheduler.schedule(time.monotonic(), self._most_tokens)
+            began = time.monotonic()
+            step = self._scheduler.schedule(began, self._most_tokens)
             awaits_masks = step is not None and self._grammars.concern(step)
             agreed = self._agree(step, idle=idle)
             if agreed.stop:
                 return
             launched = self._launch(step, agreed, awaits_masks=awaits_masks)
+            self._clock.made(time.monotonic() - began)
             outputs, self._refusals = self._refusals, []
             if in_flight is not None:
-                outputs += self._told(self._scheduler.retire(in_flight.step, in_flight.result()))
-            elif launched is None and self._scheduler.has_work:
+                outputs += self._retire(in_flight, launched)
+            elif launched is not None:
+                self._clock.begun(launched.step, time.monotonic())
+            elif self._scheduler.has_work:
                 raise RuntimeError("requests are left, no step is in flight, and none can be made")
             if launched is not None and awaits_masks:
                 # Only now every earlier token is known; the forward has been running meanwhile.
@@ -116,6 +123,21 @@ class Engine:
                 self._refuse(self._grammars.failures())
             self._publish(outputs, news=heard or in_flight is not None)
             in_flight = launched
+
+    def _gather(self) -> bool:
+        """Take in what comes until the next step has to be made, if that has room for it; whether there was anything."""
+        heard = False
+        while (seconds := self._clock.seconds_left(time.monotonic())) > 0 and self._scheduler.has_room:
+            heard |= self._receive(min(seconds, self._patience))
+        return heard
+
+    def _retire(self, in_flight: InFlight, launched: InFlight | None) -> list[TokenOutput]:
+        """What the step in flight told once it has ended; the one launched after it runs from then on."""
+        result = in_flight.result()
+        self._clock.begun(None if launched is None else launched.step, time.monotonic())
+        if result.seconds is not None:
+            self._clock.retired(in_flight.step, result.seconds)
+        return self._told(self._scheduler.retire(in_flight.step, result))
 
     def _agree(self, step: ScheduledStep | None, *, idle: bool) -> Agreed:
         """What all ranks do next. One that is idle and has nothing to say wakes nobody."""
@@ -150,16 +172,21 @@ class Engine:
         """The ranks have agreed to leave: this host's front says so to all of its own, or the end came from another host."""
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         while not self._leaving and time.monotonic() < deadline:
-            self._receive(wait=True)
+            self._receive(self._patience)
         if not self._leaving:
             raise RankLost("another host's ranks were told to stop, and this host's cannot go on without them", -1)
 
-    def _receive(self, *, wait: bool) -> bool:
-        """Take in what the front sent, waiting for it at most until the next heartbeat; whether there was anything."""
-        longest = GRAMMAR_SECONDS if self._grammars.compiling else HEARTBEAT_SECONDS
-        heard = self._connection.receive(longest if wait else 0.0)
+    @property
+    def _patience(self) -> float:
+        """Seconds for which an engine may wait for its front."""
+        return GRAMMAR_SECONDS if self._grammars.compiling else HEARTBEAT_SECONDS
+
+    def _receive(self, seconds: float) -> bool:
+        """Take in what the front sent, waiting for it at most so long, and what waited for a grammar; whether it spoke."""
+        heard = self._connection.receive(seconds)
         for message in heard:
             self.take(message)
+        self._add_compiled()
         return bool(heard)
 
     def take(self, message: messages.ToEngine) -> None:

@@ -148,6 +148,11 @@ class ModelRunner:
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
+    @property
+    def runs_behind_host(self) -> bool:
+        """Whether a launched step goes on by itself, instead of when its result is asked for."""
+        return self.device.type != "cpu"
+
     def launch(
         self,
         step: ScheduledStep,

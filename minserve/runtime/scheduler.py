@@ -123,6 +123,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step could read prompts that have not come yet."""
+        budget = self._budget(sum(sequence.decodes for sequence in self._running))
+        return self._readable(self._reading(), budget) < budget
+
     # the next step
 
     def schedule(self, now: float = 0.0, most_tokens: int | None = None) -> ScheduledStep | None:
@@ -133,11 +139,11 @@ class Scheduler:
         number = self._scheduled_step + 1
         rows = list(self._decode_rows(number))
         num_decode_rows = len(rows)
-        budget = min(max(1, self.limits.chunked_prefill_size - num_decode_rows), self._pace.tokens(num_decode_rows))
+        budget = self._budget(num_decode_rows)
         if most_tokens is not None:
             budget = min(budget, max(0, most_tokens - num_decode_rows))
         if budget:
-            reading = [s for s in self._running if s.remaining and not s.decodes]
+            reading = self._reading()
             budget = self._pace.worth_reading(num_decode_rows, self._readable(reading, budget))
             rows.extend(self._prompt_rows(number, reading, budget, now))
         if not rows:
@@ -182,6 +188,14 @@ class Scheduler:
         self._give_back(sequence.last_step, sequence.forget_pages(), None)
 
     # prompts
+
+    def _budget(self, num_decode_rows: int) -> int:
+        """Prompt tokens that may ride with so many decode rows."""
+        return min(max(1, self.limits.chunked_prefill_size - num_decode_rows), self._pace.tokens(num_decode_rows))
+
+    def _reading(self) -> list[Sequence]:
+        """Those that run and still read their prompts, in order of arrival."""
+        return [sequence for sequence in self._running if sequence.remaining and not sequence.decodes]
 
     def _readable(self, reading: list[Sequence], most: int) -> int:
         """Prompt tokens that are there to be read, up to `most`; what the prefix cache has of those that wait included."""

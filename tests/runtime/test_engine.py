@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from runtime.front_double import FrontDouble
@@ -25,6 +26,7 @@ from minserve.runtime.connection import FrontConnection
 from minserve.runtime.controls import Controls
 from minserve.runtime.engine import Engine
 from minserve.runtime.grammar import Grammars
+from minserve.runtime.model_runner import InFlight, ModelRunner
 from minserve.runtime.scheduler import Scheduler
 
 
@@ -140,6 +142,37 @@ def test_an_idle_engine_wakes_at_once(start):
         running.front.finish(index)
         waits.append(time.monotonic() - began)
     assert min(waits) < 0.25  # the heartbeat alone would take twice that
+
+
+def test_what_comes_while_a_step_runs_is_in_the_next(monkeypatch):
+    """Also after the engine told of the step before: the next is not made at once, where the device works by itself."""
+    seconds = 0.4
+    steps = []
+    launch, result = ModelRunner.launch, InFlight.result
+
+    def noted_launch(runner, step, **options):
+        steps.append(step)
+        return launch(runner, step, **options)
+
+    def slow_result(in_flight):
+        time.sleep(seconds)
+        return msgspec.structs.replace(result(in_flight), seconds=seconds)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted_launch)
+    monkeypatch.setattr(ModelRunner, "runs_behind_host", True)
+    monkeypatch.setattr(InFlight, "result", slow_result)
+    running = Running()
+    try:
+        first, asked = request(1, prompt(3), 6), request(2, prompt(4), 1)
+        running.front.ask(first)
+        running.front.wait(lambda: len(running.front.tokens(1)) == 3)
+        time.sleep(seconds / 8)
+        running.front.ask(asked)
+        running.check(first, asked)
+        carriers = [number for number, step in enumerate(steps, 1) if any(row.request_id == 2 for row in step.rows)]
+        assert carriers == [5]  # the third step has told its token, and the fourth runs
+    finally:
+        running.stop()
 
 
 def test_a_step_without_output_speaks_too(start):

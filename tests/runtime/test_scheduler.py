@@ -245,6 +245,21 @@ def test_pages_of_an_aborted_request_come_back_when_its_step_has_retired_and_not
     assert loop.scheduler.stats().used_pages == 0
 
 
+def test_there_is_room_until_the_prompts_that_are_there_fill_a_step():
+    loop = Loop(make_limits(num_pages=64, max_num_seqs=2))
+    assert loop.scheduler.has_room
+    loop.add(request(1, range(15), 4))
+    assert loop.scheduler.has_room
+    loop.add(request(2, range(1), 4))
+    assert not loop.scheduler.has_room  # 16 tokens are a step's most
+    loop.turn()
+    assert loop.scheduler.has_room
+    loop.add(request(3, range(20), 4))
+    assert not loop.scheduler.has_room
+    loop.run()
+    assert loop.scheduler.has_room
+
+
 def test_an_unknown_id_is_no_news():
     loop = Loop(make_limits())
     loop.drop(77)
