@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import random
 import time
@@ -91,6 +92,9 @@ async def run(
         # Connections and JSON are made before the clock starts: they are the load's own work, not the server's.
         await client.open_connections(min(load.concurrency or len(bodies), len(bodies)))
         requests = [_request(body, name, load) for body in bodies]
+        del bodies
+        gc.collect()
+        gc.freeze()  # a pause of this process would look like one of the server
         began = time.monotonic()
         samples = await _send_all(client, requests, load)
         seconds = time.monotonic() - began

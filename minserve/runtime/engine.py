@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -270,6 +271,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     finally:
         timeline.stop()
     limits = parts.runner.limits
+    gc.freeze()  # the model stays: the collector need not walk over it again and again while tokens come
     info = parts.info | {"startup_seconds": startup_seconds}
     log.info("ready after %.2f s", sum(startup_seconds.values()))
     connection.send(
