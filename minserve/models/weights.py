@@ -130,9 +130,11 @@ def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Seque
     """Works on the meta device as well. All that is missing, misshapen or unknown goes into one CheckpointError."""
     transfers, missing, misfits, unknown, missing_bytes = [], [], [], [], 0
     sources: dict[str, StoredTensor] = {}
+    consumed: set[str] = set()
     for destination in destinations:
         names = stored_names(destination.name, destination.widen_from)
         found = {name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}
+        consumed.update(found)
         if names[0] not in found:
             missing.append(f"{names[0]} {list(destination.target.shape)}")
             missing_bytes += destination.target.nbytes
@@ -144,7 +146,6 @@ def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Seque
         sources |= found
         tensor, *scales = found.values()
         transfers.append(Transfer(tensor, destination.target, destination.widen_from, tuple(scales)))
-    consumed = {name for d in destinations for name in stored_names(d.name, d.widen_from)}
     skipped = {reason: [*tensors] for reason, tensors in checkpoint.set_aside.items()}
     for name, tensor in checkpoint.tensors.items():
         if name not in consumed:
