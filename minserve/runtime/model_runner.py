@@ -146,6 +146,10 @@ class ModelRunner:
         """Where several ranks share the experts: while none has more tokens in a step, each may replay a graph of its own size;
         None: they replay the same size, in steps of decode rows alone."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
+        self._landing = [
+            torch.zeros(2 * limits.max_num_seqs, dtype=torch.int64, pin_memory=self.runs_behind_host) for _ in range(2)
+        ]
+        """Where two steps' numbers come to the host: pinned memory that is asked for between steps may wait for the device."""
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
 
     @property
@@ -242,7 +246,7 @@ class ModelRunner:
         }
         numbers = torch.cat((sampled.tokens, self.sampler.broken_rows[batch.sample_slots]))
         return _Outcome(
-            numbers=self._to_host(numbers),
+            numbers=self._land(numbers),
             logprobs=self._sampled_logprobs(step, sampled),
             scored=scored,
             refused=forwarded.refused,
@@ -375,6 +379,13 @@ class ModelRunner:
         if self.device.type == "cpu":
             return values
         return values.pin_memory().to(self.device, non_blocking=True)
+
+    def _land(self, numbers: Tensor) -> Tensor:
+        """A step's numbers on their way to the host; good until the next but one."""
+        if not self.runs_behind_host:
+            return numbers
+        self._landing.reverse()
+        return self._landing[0][: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _to_host(self, values: Tensor) -> Tensor:
         """A copy that is under way; its pinned memory is not reused before the copy has run."""
