@@ -246,7 +246,7 @@ def decode_step(rows: int) -> ScheduledStep:
         )
         for slot in range(rows)
     )
-    return ScheduledStep(number=1, rows=chosen, num_decode_rows=rows, num_tokens=rows)
+    return ScheduledStep.of(1, chosen, rows)
 
 
 def settled(step: ScheduledStep) -> ScheduledStep:
@@ -255,7 +255,7 @@ def settled(step: ScheduledStep) -> ScheduledStep:
         ScheduledRow(request_id=row.request_id, slot=row.slot, start=row.start, num_tokens=1, table_offset=2, samples=True)
         for row in step.rows
     )
-    return dataclasses.replace(step, rows=rows)
+    return ScheduledStep.of(step.number, rows, step.num_decode_rows)
 
 
 def set_up(runner: ModelRunner, step: ScheduledStep) -> None:
