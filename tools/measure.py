@@ -114,14 +114,22 @@ def _several_gpus() -> list[Job]:
     found = []
     for ranks in (2, 4, 8):
         size = ["--ep-size", str(ranks)]
-        large = [*STEP, "configs/shapes/deepseek-v3", *size, "--batch", "1", "32", "128", "--layers", str(5 + ranks)]
-        both = ["--shared-expert", "serial", "overlap"]
+        batches = ["--batch", "1", "32", "128"]
+        large = [*STEP, "configs/shapes/deepseek-v3", *size, *batches, "--layers", str(5 + ranks), "--shared-expert"]
+        skewed = [*large, "overlap", "--skew", "0.05"]
+        # Qwen2's layer with the experts of Qwen3.5-397B-A17B.
+        gated = [*STEP, "configs/shapes/qwen3.5-397b-a17b-experts", *size, *batches, "--shared-expert"]
+        load = f"{{folder}}/../ep{ranks}-load.json"
         commands = {
             "exchange": ["tools/bench_exchange.py", *size],
-            "deepseek-v3": [*large, *both],
-            "deepseek-v3-nccl": [*large, "--shared-expert", "overlap", "--moe-dispatcher", "torch"],
-            "deepseek-v3-skew": [*large, "--shared-expert", "overlap", "--skew", "0.05"],
+            "deepseek-v3": [*large, "serial", "overlap"],
+            "deepseek-v3-nccl": [*large, "overlap", "--moe-dispatcher", "torch"],
+            "deepseek-v3-skew": [*skewed, "--record-load", load],
+            "deepseek-v3-copies": [*skewed, "--redundant-experts", "32", "--expert-load", load],
+            "qwen3.5-397b": [*gated, "serial", "overlap"],
         }
+        if ranks > 2:
+            commands["qwen3-235b"] = [*STEP, "configs/shapes/qwen3-235b-a22b-fp8", *size, *batches]
         found += [Job(f"ep{ranks}-{name}", "ep", words, ranks, 500) for name, words in commands.items()]
     return found
 

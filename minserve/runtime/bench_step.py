@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed
 from rich.console import Console
 from torch import Tensor
 
@@ -46,6 +45,7 @@ from minserve.seat import own_seat
 
 WARM_STEPS = 5
 REPEATS = 3
+_OF_LAUNCH = ("device", "dtype", "stack", "ep_size", "moe_dispatcher", "redundant_experts", "expert_load")
 GPU = roofline.H200
 """Whose measured ceilings the floor stands for."""
 
@@ -89,6 +89,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts, each with the whole batch")
     parser.add_argument("--moe-dispatcher", default="auto", choices=["auto", "deepep", "torch"])
     parser.add_argument("--skew", type=float, default=0.0, help="how much the correction bias favours the first experts")
+    parser.add_argument("--redundant-experts", type=int, default=0, help="copies of the experts with the most tokens")
+    parser.add_argument("--expert-load", metavar="FILE", help="places experts by the load that --record-load kept")
+    parser.add_argument("--record-load", type=Path, metavar="FILE", help="keep the tokens of each expert")
     options = parser.parse_args(arguments)
     if "fused" in options.shared_expert and len(options.shared_expert) > 1:
         parser.error("--shared-expert fused lays the weights out otherwise: measure it in a run of its own")
@@ -104,7 +107,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
             load_format="dummy",
             max_num_seqs=max(options.batch),
             shared_expert="fused" if options.shared_expert == ["fused"] else "serial",  # which may be overlapped at any time
-            **{name: getattr(options, name) for name in ("device", "dtype", "stack", "ep_size", "moe_dispatcher")},
+            **{name: getattr(options, name) for name in _OF_LAUNCH},
         )
         group = parallel.join(own_seat(), config.watchdog_timeout, on_gpus=options.device != "cpu")
         model_config = load_model_config(directory)
@@ -147,7 +150,8 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "ranks": group.seat.num_ranks,
         "dispatcher": "local" if exchange is None else exchange.name,
         "skew": options.skew,
-        "busiest_rank": _busiest(model, group),
+        "redundant_experts": options.redundant_experts,
+        "busiest_rank": _busiest(model, group, options.record_load),
         "distinct_experts": hit,
         "traces": traces,
         "load_seconds": round(loaded - began, 1),
@@ -163,15 +167,15 @@ def _skew(model: Decoder, skew: float) -> None:
             module.correction_bias.copy_(-skew * places.log() / places.log().max())
 
 
-def _busiest(model: Decoder, group: Group) -> float | None:
-    """The (token, expert) pairs of the rank that had most, over the mean; None for an engine alone."""
-    if group.collectives is None:
-        return None
-    own = torch.tensor(float(sum(map(sum, model.expert_load().values()))))
-    most, total = own.clone(), own.clone()
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group.collectives)
-    torch.distributed.all_reduce(total, group=group.collectives)
-    return round(float(most * group.seat.num_ranks / total), 3)
+def _busiest(model: Decoder, group: Group, file: Path | None) -> float | None:
+    """The (token, expert) pairs of the rank that had most, over the mean; None for an engine alone. All ranks' loads go into the
+    file, in the form of /server_info."""
+    told = group.gather("expert load", json.dumps(model.expert_load()))
+    loads: list[dict[str, list[int]]] = [json.loads(load) for load in told]
+    if file is not None and group.seat.rank == 0:
+        file.write_text(json.dumps({"ranks": [{"now": {"expert_load": load}} for load in loads]}))
+    pairs = [sum(map(sum, load.values())) for load in loads]
+    return round(max(pairs) * len(pairs) / sum(pairs), 3) if len(pairs) > 1 else None
 
 
 def _with_layers(source: Path, layers: int | None, folder: Path) -> Path:

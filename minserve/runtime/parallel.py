@@ -56,7 +56,7 @@ class Group:
 
     def prove_equal(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks. Raises UsageError naming the first fact that another rank has otherwise, RankLost."""
-        told = [json.loads(theirs) for theirs in self._gather("facts", json.dumps(facts))]
+        told = [json.loads(theirs) for theirs in self.gather("facts", json.dumps(facts))]
         if self.store is not None:
             with self._store_lost():
                 self.store.set(f"facts read/{self.seat.rank}", "")
@@ -70,14 +70,14 @@ class Group:
 
     def least(self, what: str, value: int) -> int:
         """The smallest of all ranks' values. Raises RankLost."""
-        return min(map(int, self._gather(what, str(value))))
+        return min(map(int, self.gather(what, str(value))))
 
     def wait_for_all(self, what: str) -> None:
         """Returns once every rank has come here, however long that takes. Raises RankLost."""
-        self._gather(what, "")
+        self.gather(what, "")
 
-    def _gather(self, what: str, value: str) -> list[str]:
-        """Every rank's value, in order of rank."""
+    def gather(self, what: str, value: str) -> list[str]:
+        """Every rank's value, in order of rank; all ranks come here at once, to each `what` once. Raises RankLost."""
         if self.store is None:
             return [value]
         with self._store_lost():
