@@ -109,6 +109,7 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
     graphs = capture(config, runner, timeline)
     checked = prove(config, model, runner, backend.kv_dtype, timeline, group)
+    runner.rehearse()
     info = _describe(config, model, backend, size, report, plan, group, exchange) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)

@@ -142,15 +142,22 @@ class BatchBuilder:
         )  # fmt: skip
 
     def stage(
-        self, step: ScheduledStep, padded: int | None = None, *, rows_per_rank: int | None = None, masked: bool = False
+        self,
+        step: ScheduledStep,
+        padded: int | None = None,
+        *,
+        sampling: int = 0,
+        rows_per_rank: int | None = None,
+        masked: bool = False,
     ) -> StagedBatch:
         """Lay a step out on the host. `padded` fills a step of decode rows alone up to so many rows, a mixed one up to so many
-        tokens and to `mixed_rows` rows; `masked` makes padding of all rows, which no expert computes."""
+        tokens and to `mixed_rows` rows, of which so many as `sampling` sample, if that is more than do; `masked` makes padding
+        of all rows, which no expert computes."""
         rows = step.rows
         self._update_tables(step)
         numbers = [(row.slot, row.start, row.num_tokens, row.write_from, row.samples) for row in rows]
-        slots, starts, lengths, write_from, sampling = np.array(numbers, dtype=np.int64).T
-        ends, samples, seq_lens = np.cumsum(lengths), sampling.astype(bool), starts + lengths
+        slots, starts, lengths, write_from, samples = np.array(numbers, dtype=np.int64).T
+        ends, samples, seq_lens = np.cumsum(lengths), samples.astype(bool), starts + lengths
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = starts[row_of] + np.arange(step.num_tokens) - (ends - lengths)[row_of]
         padded_rows = len(rows) if padded is None else padded if step.decodes_only else self.mixed_rows
@@ -163,8 +170,11 @@ class BatchBuilder:
         filler = np.full(padding, self._scratch_slot)
         token_ids = np.zeros(step.num_tokens, dtype=np.int64)
         token_ids[step.num_decode_rows :] = [token for row in rows for token in row.token_ids]
-        sample_index = np.concatenate((ends[samples] - 1, step.num_tokens + np.arange(each * padding)))
-        sample_slots = np.concatenate((slots[samples], filler[: each * padding]))
+        idle = each * padding or max(
+            0, sampling - int(samples.sum())
+        )  # padding rows that sample, in a mixed step the first token
+        sample_index = np.concatenate((ends[samples] - 1, each * (step.num_tokens + np.arange(idle))))
+        sample_slots = np.concatenate((slots[samples], np.full(idle, self._scratch_slot)))
         slot_mapping = self._slot_mapping(slots[row_of], positions, write_from[row_of])
         long, first = _lay_out(
             (token_ids, positions, slot_mapping, sample_index, sample_slots),

@@ -24,7 +24,7 @@ from minserve.models.model import Model
 from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
 from minserve.request import TokenLogprobs
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
-from minserve.runtime.cuda_graph import StepGraphs, Work
+from minserve.runtime.cuda_graph import VARIANTS, StepGraphs, Work
 from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
@@ -94,7 +94,7 @@ class InFlight:
     ) -> None:
         """`finish_late`: not before the result is asked for."""
         self.step = step
-        self._finish = finish
+        self._finish: Callable[[TokenMasks | None], _Outcome] | None = finish
         self._read = read
         self._finish_late = finish_late
         self._masks: TokenMasks | None = None
@@ -104,11 +104,17 @@ class InFlight:
         """What the rows of a step launched with `awaits_masks` may sample; at most once, and before the next launch."""
         self._masks = masks
         if not self._finish_late:
-            self._outcome = self._finish(masks)
+            self._outcome = self._finished()
+
+    def _finished(self) -> _Outcome:
+        """Lets go of the forward's tensors: the next step's take their place."""
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        return finish(self._masks)
 
     def result(self) -> StepResult:
         """Wait for the step; call it once. Raises what the step raised."""
-        return self._read(self._finish(self._masks) if self._outcome is None else self._outcome)
+        return self._read(self._finished() if self._outcome is None else self._outcome)
 
 
 class ModelRunner:
@@ -147,7 +153,7 @@ class ModelRunner:
         None: they replay the same size, in steps of decode rows alone."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
         self._landing = [
-            torch.zeros(2 * limits.max_num_seqs, dtype=torch.int64, pin_memory=self.runs_behind_host) for _ in range(2)
+            torch.zeros(2 * limits.max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
         ]
         """Where two steps' numbers come to the host: pinned memory that is asked for between steps may wait for the device."""
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
@@ -171,13 +177,15 @@ class ModelRunner:
         `rows_per_rank`: where several ranks share the experts, the most tokens that any of them has in this step; `all_decode`:
         none of them reads a prompt.
         """
-        padded = None
+        padded, sampling = None, 0
         if step.decodes_only:
             padded = self._decode_graph(len(step.rows), rows_per_rank, all_decode)
         elif self.mixed_graphs is not None and self._in_graphs(rows_per_rank):
             padded = self.mixed_graphs.size_for(step.num_tokens)
+            sampling = self._sampling_size(step)
         rows_per_rank = rows_per_rank if padded is None else None  # a graph has its own
-        return self._start(step, self.batches.stage(step, padded, rows_per_rank=rows_per_rank), padded, awaits_masks)
+        staged = self.batches.stage(step, padded, sampling=sampling, rows_per_rank=rows_per_rank)
+        return self._start(step, staged, padded, awaits_masks)
 
     def launch_dummy(self, rows_per_rank: int, *, all_decode: bool = True) -> InFlight:
         """Start a step of padding rows, so that this rank's experts serve the other ranks' tokens."""
@@ -195,6 +203,12 @@ class ModelRunner:
         if rows_per_rank is not None and self.low_latency_rows is None:
             return self.graphs.size_for(rows_per_rank) if all_decode else None
         return self.graphs.size_for(rows) if self._in_graphs(rows_per_rank) else None
+
+    def _sampling_size(self, step: ScheduledStep) -> int:
+        """Rows that sample in a mixed step, as many as in some captured decode step: each other number would load kernels of its
+        own when it first comes, and all rows would wait for that. None stays none."""
+        rows = sum(row.samples for row in step.rows)
+        return (rows and self.graphs and self.graphs.size_for(rows)) or 0
 
     def _in_graphs(self, rows_per_rank: int | None) -> bool:
         """Whether each rank may replay what fits its own part of the step."""
@@ -301,6 +315,17 @@ class ModelRunner:
         self.graphs, self.mixed_graphs = graphs, mixed
         self.eager_reason = f"more rows than the largest graph's {graphs.largest}"
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Sample in every size and way as mixed steps do: none of them shall be the first to load a kernel or to ask for memory,
+        which waits until the device rests."""
+        if self.graphs is None or self.mixed_graphs is None:
+            return
+        tokens = self.mixed_graphs.sizes[0]
+        for size, variant in itertools.product(reversed(self.graphs.sizes), VARIANTS):
+            batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(1), tokens, sampling=size))
+            self._sample(batch, self.mixed_graphs.result(tokens)[0], variant).tokens.tolist()  # the staging buffers take turns
+
     def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
         """The whole step on the device, as a function of the batch's tensors, the KV cache and the sampler's state.
 
@@ -382,7 +407,7 @@ class ModelRunner:
 
     def _land(self, numbers: Tensor) -> Tensor:
         """A step's numbers on their way to the host; good until the next but one."""
-        if not self.runs_behind_host:
+        if self.device.type == "cpu":
             return numbers
         self._landing.reverse()
         return self._landing[0][: len(numbers)].copy_(numbers, non_blocking=True)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_steps import load
-from runtime.graph_doubles import FakeRecorder, HeldPlans, runner_of, with_graphs
+from runtime.graph_doubles import FakeRecorder, HeldPlans, buffers, runner_of, with_graphs
 from runtime.scripted import Loop, make_limits, request
 
 from minserve.capture_flags import EAGER
@@ -181,6 +181,26 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_dir, variant):
     assert sum(graph.replays for graph in recorder.graphs) == stats.steps
     assert all(graph.replays for graph in recorder.graphs[-3:])
     assert eager_loop.scheduler.stats().eager_decode_steps == {"cpu": sum(stats.graph_replays.values())}
+
+
+def test_mixed_steps_sample_as_many_rows_as_some_decode_step_and_a_rehearsal_knows_all(tiny_dir):
+    """As many logits as never were before would wait on a GPU for kernels and memory."""
+    limits, sizes = limits_of(), (1, 4, 6)
+    runner = with_graphs(runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits), sizes, mixed_sizes=(7, 20, 64))
+    head, seen = runner.model.compute_logits, []
+    runner.model.compute_logits = lambda hidden: (seen.append(len(hidden)), head(hidden))[1]
+    before = buffers(runner)
+    runner.rehearse()
+    assert seen == [6, 6, 4, 4, 1, 1]
+    for name, value in buffers(runner).items():
+        kept = (
+            slice(None) if name.startswith("cache") else slice(limits.max_num_seqs)
+        )  # of the sampler's all but the scratch slot
+        assert value.shape[0] == 1 or torch.equal(value[kept], before[name][kept]), name
+    seen.clear()
+    loop = Loop(limits, runner)
+    answers(loop, [*requests(9), *(sampled(index) for index in range(20, 24))])
+    assert set(seen) == {1, 4, 6}
 
 
 def test_prompt_scores_and_parts_of_prompts_through_mixed_graphs(tiny_dir):
