@@ -16,7 +16,7 @@ MARGIN_SECONDS = 0.002
 """For a host that comes late."""
 FORGET = 0.1
 """Of the difference to a longer time, for each step that took it."""
-FORGET_MAKING = 0.02
+FORGET_MAKING = 0.05
 """Of the longest making, for each step that was made faster: steps with new prompts take several times as long as others."""
 
 
