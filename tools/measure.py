@@ -57,7 +57,7 @@ def _proofs() -> list[Job]:
         Job(
             f"{ranks}-ranks-{gpus}-gpus-{name}",
             "ranks",
-            [*PYTEST, "tests/gpu/test_expert_parallel.py", "-k", name],
+            [*PYTEST, "-rP", "tests/gpu/test_expert_parallel.py", "-k", name],
             gpus,
             300,
             {"MINSERVE_TEST_RANKS": str(ranks)},
