@@ -3,7 +3,8 @@
 Positioned reads, not mappings: a file that shrinks meanwhile is a short read and a clear error, where a mapping would give zeros
 or kill the process. A CPU's parameters are read in place, by several threads. For a GPU the threads read into pinned buffers,
 and the calling thread alone copies from there, on a stream of its own, and widens over there: threads that all talk to CUDA
-would wait for each other more than for the files. Host memory is bounded by the staging buffers.
+would wait for each other more than for the files. They call nothing of torch either: each of its calls gives the interpreter's
+lock away and waits to have it back. Host memory is bounded by the staging buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +30,8 @@ from minserve.models.formats import BLOCK, Format, blocks
 from minserve.models.safetensors_header import StoredTensor, count_bytes
 
 CPU = torch.device("cpu")
-SPARE_BUFFERS = 4
-"""Beside one a reader: a copy takes a tenth of the time of a read, and reads end in another order than they begin."""
+SPARE_BUFFERS, COPYING_BUFFERS = 4, 2
+"""Beside one a reader, since a copy takes a tenth of the time of a read; and how many of them are left to the copies."""
 CPU_THREADS, GPU_THREADS = 8, 12
 """Readers at most: what a page cache's bandwidth needs, more of them where copies to a GPU ask for as much again."""
 PIECE_BYTES = 16 << 20
@@ -58,37 +61,28 @@ class Transfer:
         return (self.tensor, *self.scales)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
-    """Rows [first, last) of a stored tensor."""
+class _Read(NamedTuple):
+    """Rows [first, last) of a stored tensor, and where they lie in its file."""
 
     tensor: StoredTensor
     first: int
     last: int
-
-    @property
-    def begin(self) -> int:
-        return self.tensor.begin + self.first * _row_bytes(self.tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.last - self.first) * _row_bytes(self.tensor)
+    begin: int
+    num_bytes: int
 
     def typed(self, held: Tensor) -> Tensor:
         """These bytes, wherever they are, as rows of the stored type."""
         return held.view(TORCH_DTYPES[self.tensor.dtype]).view(self.last - self.first, *self.tensor.shape[1:])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Rows of a transfer, [first, last) of its tensor and what belongs to them of its scales."""
 
     transfer: Transfer
     reads: tuple[_Read, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(read.num_bytes for read in self.reads)
+    num_bytes: int
+    words: Tensor | None
+    """The rows' place as one run of words, where values only need to be moved; None where they are widened, cast or spread."""
 
     @property
     def target(self) -> Tensor:
@@ -100,12 +94,6 @@ class _Piece:
         """Bytes read, the one number of a whole tensor in its first piece only."""
         repeated = sum(read.num_bytes for read in self.reads if self.reads[0].first and not read.first)
         return self.num_bytes - repeated
-
-    @property
-    def as_it_is(self) -> torch.dtype | None:
-        """The type of values that only need to be moved; None where they are widened, cast or spread over strides."""
-        stored, target = TORCH_DTYPES[self.transfer.tensor.dtype], self.transfer.target
-        return stored if len(self.reads) == 1 and target.dtype == stored and target.is_contiguous() else None
 
     def convert(self, held: Tensor) -> None:
         """From its reads' bytes, one after the other and on the target's device, into the target."""
@@ -122,24 +110,31 @@ class _Piece:
 
 
 class _Staging:
-    """Host memory that a read goes into; pinned for a GPU, and then in use until what was copied from it has arrived."""
+    """Host memory that reads go into; pinned for a GPU, and then in use until what was copied from it has arrived."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self._arrived = torch.cuda.Event(blocking=True) if pinned else None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._arrived = torch.cuda.Event() if pinned else None
+        self._reserve(PIECE_BYTES)
 
-    def room(self, num_bytes: int = PIECE_BYTES) -> Tensor:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
-        return self._buffer[:num_bytes]
+    def _reserve(self, num_bytes: int) -> None:
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        self._view = _view(self.bytes)
+
+    def room(self, num_bytes: int) -> memoryview:
+        if len(self._view) < num_bytes:
+            self._reserve(num_bytes)
+        return self._view[:num_bytes]
 
     def copying(self) -> None:
         """Copies from it are under way on the current stream."""
         if self._arrived is not None:
             self._arrived.record()
+
+    def wait(self) -> None:
+        """Until it may be read into again."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
 
 class WeightReader:
@@ -156,10 +151,7 @@ class WeightReader:
                 open_files.callback(os.close, self._descriptors[path])
             self._open_files = open_files.pop_all()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
-        self._idle = deque(_Staging(device.type == "cuda") for _ in range(threads + SPARE_BUFFERS))
-        if device.type == "cuda":
-            for staging in self._idle:
-                self._pool.submit(staging.room)
+        self._staging = [self._pool.submit(_Staging, device.type == "cuda") for _ in range(threads + SPARE_BUFFERS)]
 
     def __enter__(self) -> WeightReader:
         return self
@@ -170,61 +162,64 @@ class WeightReader:
         self._open_files.close()
 
     def run(self, transfers: Sequence[Transfer], on_bytes: Callable[[int], None]) -> None:
-        """Carries all out, in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are on
-        their way; they have landed when this returns)."""
+        """Carries all out, roughly in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are
+        on their way; they have landed when this returns)."""
         on_gpu = self._device.type == "cuda"
         work = self._into_staging if on_gpu else self._into_targets
-        pieces = sorted(_pieces(transfers), key=lambda piece: (piece.transfer.tensor.file, piece.reads[0].begin))
-        under_way: deque[tuple[list[_Piece], _Staging, Future[Tensor | None]]] = deque()
+        ended: SimpleQueue[tuple[list[_Piece], _Staging, Future[None]]] = SimpleQueue()
+        copied: deque[_Staging] = deque()
 
-        def finish() -> None:
-            go, staging, reading = under_way.popleft()
-            held = reading.result()
-            if held is not None:
-                _place(go, held.to(self._device, non_blocking=True))
-                staging.copying()
-            self._idle.append(staging)
-            on_bytes(sum(piece.counted_bytes for piece in go))
+        def begin(staging: _Staging) -> bool:
+            go = next(goes, None)
+            if go is not None:
+                staging.wait()
+                self._pool.submit(work, go, staging).add_done_callback(lambda reading: ended.put((go, staging, reading)))
+            return go is not None
 
         with torch.inference_mode(), _side_stream(self._device) if on_gpu else contextlib.nullcontext():
-            for go in _goes(pieces):
-                if not self._idle:
-                    finish()
-                staging = self._idle.popleft()
-                under_way.append((go, staging, self._pool.submit(work, go, staging)))
+            in_order = sorted(transfers, key=lambda transfer: (transfer.tensor.file, transfer.tensor.begin))
+            goes = _goes(list(_pieces(in_order)))
+            under_way = sum(begin(staging.result()) for staging in self._staging)
             while under_way:
-                finish()
+                go, staging, reading = ended.get()
+                reading.result()
+                if on_gpu:
+                    _place(go, staging, self._device)
+                copied.append(staging)
+                under_way -= 1
+                if len(copied) > COPYING_BUFFERS or not under_way:
+                    under_way += begin(copied.popleft())
+                on_bytes(sum(piece.counted_bytes for piece in go))
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
-        read = _Read(tensor, first, (tensor.shape or (1,))[0] if last is None else last)
+        read = _rows_read(tensor, first, (tensor.shape or (1,))[0] if last is None else last)
         held = torch.empty(read.num_bytes, dtype=torch.uint8)
-        self._read(tensor.file, read.begin, held)
+        self._read(tensor.file, read.begin, _view(held))
         return read.typed(held)
 
-    def _into_staging(self, go: list[_Piece], staging: _Staging) -> Tensor:
+    def _into_staging(self, go: list[_Piece], staging: _Staging) -> None:
         """What the pieces need, in their order. Ranges that follow each other in a file are read in one go."""
-        held = staging.room(sum(piece.num_bytes for piece in go))
+        room = staging.room(sum(piece.num_bytes for piece in go))
         reads = [read for piece in go for read in piece.reads]
         start = place = 0
         for this, following in zip(reads, [*reads[1:], None], strict=True):
             place += this.num_bytes
             end = this.begin + this.num_bytes
             if following is None or following.tensor.file != this.tensor.file or following.begin != end:
-                self._read(this.tensor.file, end - (place - start), held[start:place])
+                self._read(this.tensor.file, end - (place - start), room[start:place])
                 start = place
-        return held
 
     @torch.inference_mode()
     def _into_targets(self, go: list[_Piece], staging: _Staging) -> None:
         for piece in go:
-            if piece.as_it_is is not None:
-                self._read(piece.reads[0].tensor.file, piece.reads[0].begin, piece.target.view(-1).view(torch.uint8))
+            if piece.words is not None:
+                self._read(piece.reads[0].tensor.file, piece.reads[0].begin, _view(piece.words.view(torch.uint8)))
             else:
-                piece.convert(self._into_staging([piece], staging))
+                self._into_staging([piece], staging)
+                piece.convert(staging.bytes[: piece.num_bytes])
 
-    def _read(self, file: Path, offset: int, into: Tensor) -> None:
-        view = memoryview(into.numpy().data)
+    def _read(self, file: Path, offset: int, view: memoryview) -> None:
         while view.nbytes:
             try:
                 count = os.preadv(self._descriptors[file], [view], offset)
@@ -247,13 +242,13 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         stream.synchronize()
 
 
-def _place(go: list[_Piece], held: Tensor) -> None:
-    """From the pieces' bytes, on the targets' device, to where they belong."""
-    dtype = go[0].as_it_is
-    if dtype is not None:
-        word = _WORDS[dtype.itemsize]
-        targets = [piece.target.view(-1).view(word) for piece in go]
-        torch._foreach_copy_(targets, list(held.view(word).split([target.numel() for target in targets])))
+def _place(go: list[_Piece], staging: _Staging, device: torch.device) -> None:
+    """From a staging buffer to where the pieces belong, by one copy to the GPU and, where values stay as they are, one kernel."""
+    held = staging.bytes[: sum(piece.num_bytes for piece in go)].to(device, non_blocking=True)
+    staging.copying()
+    words = [piece.words for piece in go if piece.words is not None]
+    if words:
+        torch._foreach_copy_(words, list(held.view(words[0].dtype).split([word.numel() for word in words])))
         return
     for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
         piece.convert(part)
@@ -261,24 +256,38 @@ def _place(go: list[_Piece], held: Tensor) -> None:
 
 def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
     for transfer in transfers:
-        shape, row_bytes = transfer.tensor.shape or (1,), _row_bytes(transfer.tensor)
+        tensor, kind, target = transfer.tensor, transfer.widen_from, transfer.target
+        rows, row_bytes = (tensor.shape or (1,))[0], _row_bytes(tensor)
         if not row_bytes:
             continue
         step = max(1, PIECE_BYTES // row_bytes)
+        words = None
         if transfer.scales:
             # Whole blocks, and fewer rows, because widening takes several times the stored size.
             step = max(BLOCK, step // 8 // BLOCK * BLOCK)
-        for first in range(0, shape[0], step):
-            last = min(first + step, shape[0])
-            scales = (_scale_rows(transfer.widen_from, scale, first, last) for scale in transfer.scales)
-            yield _Piece(transfer, (_Read(transfer.tensor, first, last), *scales))
+        elif target.dtype == TORCH_DTYPES[tensor.dtype] and target.is_contiguous():
+            words = target.detach().view(-1).view(_WORDS[target.itemsize])
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            read = _rows_read(tensor, first, last)
+            if words is None:
+                reads = (read, *(_scale_rows(kind, scale, first, last) for scale in transfer.scales))
+                yield _Piece(transfer, reads, sum(read.num_bytes for read in reads), None)
+            else:
+                each = len(words) // rows if step < rows else 0
+                yield _Piece(transfer, (read,), read.num_bytes, words[first * each : last * each] if each else words)
+
+
+def _rows_read(tensor: StoredTensor, first: int, last: int) -> _Read:
+    row_bytes = _row_bytes(tensor)
+    return _Read(tensor, first, last, tensor.begin + first * row_bytes, (last - first) * row_bytes)
 
 
 def _scale_rows(kind: Format, scale: StoredTensor, first: int, last: int) -> _Read:
     """The scales of rows [first, last)."""
     if kind == "fp8_block":
-        return _Read(scale, first // BLOCK, blocks(last))
-    return _Read(scale, first, last) if len(scale.shape) == 2 else _Read(scale, 0, 1)
+        return _rows_read(scale, first // BLOCK, blocks(last))
+    return _rows_read(scale, first, last) if len(scale.shape) == 2 else _rows_read(scale, 0, 1)
 
 
 def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -286,13 +295,17 @@ def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     go: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if go and (size + piece.num_bytes > PIECE_BYTES or piece.as_it_is != go[0].as_it_is):
+        if go and (size + piece.num_bytes > PIECE_BYTES or _word(piece) != _word(go[0])):
             yield go
             go, size = [], 0
         go.append(piece)
         size += piece.num_bytes
     if go:
         yield go
+
+
+def _word(piece: _Piece) -> torch.dtype | None:
+    return None if piece.words is None else piece.words.dtype
 
 
 def _widened(kind: Format, stored: list[Tensor]) -> Tensor:
@@ -309,6 +322,12 @@ def _row_bytes(tensor: StoredTensor) -> int:
     """Bytes of one index of the first dimension; a scalar is one row."""
     rows = tensor.shape[0] if tensor.shape else 1
     return tensor.num_bytes // rows if rows else 0
+
+
+def _view(held: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes on the CPU, for calls that take no tensors."""
+    view: memoryview = held.numpy().data
+    return view
 
 
 def _opened(path: Path) -> int:
