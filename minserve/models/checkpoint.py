@@ -191,12 +191,13 @@ def _prove_index(
     if twice:
         raise CheckpointError(f"{model_dir}: tensors that are in more than one indexed file: {named(twice)}")
     gaps = []
-    paths = {file: model_dir / file for file in set(index.weight_map.values())}
+    at = {path: path for path in headers}
+    paths = {file: at[model_dir / file] for file in set(index.weight_map.values())}
     for name, file in index.weight_map.items():
         found = holders.get(name)
         if not found:
             gaps.append(f"{name:.200} is not in {file}")
-        elif found[0].file is not paths[file] and found[0].file != paths[file]:
+        elif found[0].file is not paths[file]:
             gaps.append(f"{name} is not in {file} but in {found[0].file.name}")
     if gaps:
         raise CheckpointError(f"{model_dir / INDEX_NAME} disagrees with the files: {named(gaps)}")

@@ -12,6 +12,8 @@ _WRAPPER_PREFIXES = (
     ("language_model.", "model."),
 )
 """First match wins. The last is for checkpoints that say `language_model.layers.`."""
+_WRAPPERS = ("language_model", "model.language_model")
+"""What names with one of these prefixes begin with: most names are told apart by one look."""
 
 OTHER_MODALITIES = (
     "vision_tower.", "vision_model.", "visual.", "mm_projector.", "multi_modal_projector.", "model.visual.",
@@ -22,6 +24,8 @@ OTHER_MODALITIES = (
 
 def canonical_name(name: str) -> str:
     """The name without a multimodal wrapper's prefix; whole path segments only. Works for module names too."""
+    if not name.startswith(_WRAPPERS):
+        return name
     for prefix, replacement in _WRAPPER_PREFIXES:
         if f"{name}.".startswith(prefix):
             return (replacement + f"{name}."[len(prefix) :]).removesuffix(".")

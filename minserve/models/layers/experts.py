@@ -121,13 +121,14 @@ class Experts(nn.Module):
         return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights, *scale)
 
     def destinations(self) -> Iterator[Destination]:
-        for slot, expert in enumerate(self.placement.local_experts):
-            values = (*self.w13[slot].chunk(2), self.w2[slot])
-            scales: tuple[Tensor | None, ...] = (None, None, None)
-            if self.w13_scale is not None and self.w2_scale is not None:
-                scales = (*self.w13_scale[slot].chunk(2), self.w2_scale[slot])
-            for part, value, scale in zip(_PARTS, values, scales, strict=True):
-                yield from weight_destinations(f"{self.prefix}.{expert}.{part}_proj.weight", value, scale, self.formats)
+        stacks = [(*self.w13.chunk(2, dim=1), self.w2)]
+        if self.w13_scale is not None and self.w2_scale is not None:
+            stacks.append((*self.w13_scale.chunk(2, dim=1), self.w2_scale))
+        for part, *stack in zip(_PARTS, *stacks, strict=True):
+            slots = zip(*(tensors.unbind() for tensors in stack), strict=True)
+            for expert, (value, *scale) in zip(self.placement.local_experts, slots, strict=False):  # then appended slots
+                name = f"{self.prefix}.{expert}.{part}_proj.weight"
+                yield from weight_destinations(name, value, scale[0] if scale else None, self.formats)
 
     def ignored(self, name: str) -> str | None:
         """Why this rank leaves a checkpoint tensor of these experts on disk; None: it does not."""
