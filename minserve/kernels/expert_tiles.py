@@ -12,7 +12,8 @@ OWN_TILES_TOKENS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """One program's tile of weights, n rows by k columns (FP8: at most 128 each; INT4: k is 256), and its launch options."""
+    """One program's tile of weights, n rows by k columns, and its launch options. FP8: n is at most 128, and k at most that or a
+    multiple; INT4: k is 256."""
 
     n: int
     k: int

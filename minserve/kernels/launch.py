@@ -2,8 +2,9 @@
 
 The rules that make an early start safe: every program of a kernel launched with `dependent_launch` calls `follow`, early
 returns included, and calls `lead` at any time. Before `follow` it touches only what no kernel of the step writes: weights, and
-the step's own inputs (positions, lengths, pages), which lie ready before the step's first kernel, an ordinary launch. A
-kernel then starts while its predecessor drains, and what it loads early overlaps with it. Knows no kernel.
+the step's own inputs (positions, lengths, pages), which lie ready before the step's first kernel, an ordinary launch; what a
+kernel wrote that its predecessor followed before it led; and what programs of its predecessor have announced (`announce`,
+`wait_for`). A kernel then starts while its predecessor drains, and what it does early overlaps with it. Knows no kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -54,6 +55,23 @@ def lead(dependent: tl.constexpr):
     """Lets the next kernel's programs start once all of this kernel's programs have said so or ended."""
     if dependent:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def announce(count):
+    """Adds one to count: whoever sees it with `wait_for` sees what this program has written."""
+    tl.debug_barrier()
+    tl.atomic_add(count, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for(count, announced):
+    """Waits until so many programs of the kernel before this one have announced themselves at count, which was zero before.
+
+    It ends: a kernel starts early only once all programs of the one before it have led, so they run by now or have ended.
+    """
+    while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < announced:
+        pass
 
 
 @triton.jit

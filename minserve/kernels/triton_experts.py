@@ -2,7 +2,8 @@
 
 Weights are the matrix units' row operand and a tile's few pairs its columns. FP8 weights meet unquantised activations: both
 are halves in the units (FP8 fits exactly), and each 128x128 block's scale is applied to the fp32 partial sum. Sums run in a
-fixed order; which path and which tiles depend on shapes alone, and a pair's result on no other pair.
+fixed order; which path and which tiles depend on shapes alone, and a pair's result on no other pair. Of sorted pairs each tile
+goes on by itself: its second product waits for its own first one, not for all tiles' first products.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -16,7 +17,7 @@ from torch import Tensor
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertWeights
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import announce, dependent_launch, follow, lead, wait_for
 from minserve.kernels.triton_expert_rows import experts_vector, scale_operands
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
@@ -53,6 +54,14 @@ def _inputs(pointers, mask, halves: tl.constexpr):
 
 
 @triton.jit
+def _weights(pointers, mask, whole: tl.constexpr):
+    """A mask that hides nothing costs registers: two programs of FP8 tiles would fit a processor, not three."""
+    if whole:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated: tl.constexpr, halves: tl.constexpr):
     """acc [n, row], or silu(acc) * up_acc, to out's rows that are not negative."""
     if gated:
@@ -68,6 +77,7 @@ def _product_kernel(
     slot_ids,
     rows,
     tile_expert,
+    tile_ready,
     weight,
     scale,
     out,
@@ -79,6 +89,7 @@ def _product_kernel(
     pairs,
     num_tiles,
     n_blocks,
+    announced,
     weight_expert_stride,
     scale_expert_stride,
     scale_columns,
@@ -92,12 +103,20 @@ def _product_kernel(
     block_rows: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    together: tl.constexpr,
     group_tiles: tl.constexpr,
     stages: tl.constexpr,
+    by_tile: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """out[row] = x[row // row_divisor] times an expert's weight [n_size, k_size]; gated: silu(first n_size rows) * (the next)."""
-    follow(dependent)
+    """out[row] = x[row // row_divisor] times an expert's weight [n_size, k_size]; gated: silu(first n_size rows) * (the next).
+
+    by_tile: each program of the gated product announces its tile, and the other product waits until its tile was `announced` by
+    all of them. Which pairs are in it was written by a kernel that the gated product followed.
+    """
+    waits: tl.constexpr = by_tile and not gated
+    if not waits:
+        follow(dependent)
     lead(dependent)
     program = tl.program_id(0)
     # Neighbouring programs share activations (same tile) and, in bands of tiles, weights (same columns) in L2.
@@ -111,7 +130,11 @@ def _product_kernel(
     columns: tl.constexpr = 8 if two else block_rows
     expert, row = tile_pairs(slot_ids, rows, tile_expert, tile, pairs, top_k, direct, places, block_rows, columns)
     if expert < 0:
+        if waits:
+            follow(dependent)
         return
+    if waits:
+        wait_for(tile_ready + tile, announced)
     expert, row = expert.to(tl.int64), row.to(tl.int64)
     n = n_block * block_n + tl.arange(0, block_n)
     k = tl.arange(0, block_k)
@@ -121,30 +144,40 @@ def _product_kernel(
         row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
         inputs_2 = x + (row_2 // row_divisor)[None, :] * x_stride + k[:, None]
     weights = weight + expert * weight_expert_stride + n[:, None].to(tl.int64) * k_size + k[None, :]
-    # FP8 has block_n and block_k at most 128, so that one scale serves a whole tile of weights.
+    # FP8 has block_n and block_k at most 128, so that one scale serves a whole tile of weights; several along a row are asked for
+    # `together`, since memory is slower by 128 bytes of a row than by more of it.
     scales = scale + expert * scale_expert_stride + n_block * block_n // 128 * scale_columns
     up_scales = scale + expert * scale_expert_stride + (n_size + n_block * block_n) // 128 * scale_columns
     acc = tl.zeros([block_n, columns], tl.float32)
     up_acc, acc_2, up_acc_2 = acc, acc, acc
-    for start in tl.range(0, k_size, block_k, num_stages=stages):
-        here, weight_mask = (k < block_k)[:, None], inside[:, None]
-        if not whole:
-            here = (start + k < k_size)[:, None]
-            weight_mask = weight_mask & (start + k < k_size)[None, :]
-        a = _inputs(inputs + start, (row >= 0)[None, :] & here, halves)
-        w = tl.load(weights + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
-        acc = _multiply(acc, w, a, scales + start // 128, fp8)
-        if two:
-            a_2 = _inputs(inputs_2 + start, (row_2 >= 0)[None, :] & here, halves)
-            acc_2 = _multiply(acc_2, w, a_2, scales + start // 128, fp8)
-        if gated:
-            w = tl.load(weights + n_size * k_size + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
-            up_acc = _multiply(up_acc, w, a, up_scales + start // 128, fp8)
+    for first in tl.range(0, k_size, block_k * together, num_stages=stages):
+        for step in tl.static_range(together):
+            start = first + step * block_k
+            mask, weight_mask = (row >= 0)[None, :], inside[:, None]
+            if not whole:
+                mask = mask & (start + k < k_size)[:, None]
+                weight_mask = weight_mask & (start + k < k_size)[None, :]
+            a = _inputs(inputs + start, mask, halves)
+            w = _weights(weights + start, weight_mask, whole)
+            acc = _multiply(acc, w, a, scales + start // 128, fp8)
             if two:
-                up_acc_2 = _multiply(up_acc_2, w, a_2, up_scales + start // 128, fp8)
+                mask_2 = (row_2 >= 0)[None, :]
+                if not whole:
+                    mask_2 = mask_2 & (start + k < k_size)[:, None]
+                a_2 = _inputs(inputs_2 + start, mask_2, halves)
+                acc_2 = _multiply(acc_2, w, a_2, scales + start // 128, fp8)
+            if gated:
+                w = _weights(weights + n_size * k_size + start, weight_mask, whole)
+                up_acc = _multiply(up_acc, w, a, up_scales + start // 128, fp8)
+                if two:
+                    up_acc_2 = _multiply(up_acc_2, w, a_2, up_scales + start // 128, fp8)
     _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated, halves)
     if two:
         _store_rows(out, acc_2, up_acc_2, row_2, n, n_size, out_scale, gated, halves)
+    if waits:
+        follow(dependent)
+    elif by_tile:
+        announce(tile_ready + tile)
 
 
 def _product(
@@ -158,11 +191,15 @@ def _product(
     *,
     row_divisor: int = 0,
 ) -> None:
-    """Fills the rows of out that tiles list; row_divisor > 0: gate and up, of x's row `row // row_divisor`; 0: down, of `row`."""
+    """Fills the rows of out that tiles list; row_divisor > 0: gate and up, of x's row `row // row_divisor`; 0: down, of `row`.
+
+    Down is launched right behind gate and up of the same tiles.
+    """
     gated = row_divisor > 0
     n_size, k_size = weight.shape[1] // (2 if gated else 1), weight.shape[2]
     assert not gated or scale is None or n_size % FP8_BLOCK == 0, "a block of scales would hold gate and up rows"
     halves, n_blocks = scale is not None and x.element_size() == 2, triton.cdiv(n_size, block.n)
+    block_k = block.k if scale is None else min(block.k, FP8_BLOCK)
     _product_kernel[(tiles.count * n_blocks,)](
         x,
         weight=weight,
@@ -173,17 +210,21 @@ def _product(
         x_stride=x.stride(0),
         num_tiles=tiles.count,
         n_blocks=n_blocks,
+        tile_ready=tiles.expert if tiles.ready is None else tiles.ready,
+        announced=triton.cdiv(k_size, sizes.up.n),
         weight_expert_stride=weight.stride(0),
         out_scale=(1 / HIDDEN_SCALE if gated else HIDDEN_SCALE) if halves else 1.0,
         **tiles.operands(),
         **scale_operands(weight, scale),
         gated=gated,
         halves=halves,
-        whole=k_size % block.k == 0 and n_size % block.n == 0,
+        whole=k_size % block_k == 0 and n_size % block.n == 0,
         block_n=block.n,
-        block_k=block.k,
+        block_k=block_k,
+        together=block.k // block_k if k_size % block.k == 0 else 1,
         group_tiles=sizes.group_tiles,
         stages=block.stages,
+        by_tile=tiles.ready is not None,
         num_warps=block.warps,
         **dependent_launch(x.device),
     )

@@ -109,6 +109,7 @@ def _place_kernel(
             index = first + tl.arange(0, chunk)
             used = index * tile < start + found
             tl.store(tile_expert + index, tl.where(used, expert, -1), mask=index < limit // tile)
+            tl.store(tile_expert + num_rows // tile + index, tl.zeros([chunk], tl.int32), mask=index < limit // tile)
     if want_row_expert:
         for first in range(start, limit, chunk):
             row = first + tl.arange(0, chunk)
@@ -129,6 +130,7 @@ def _counted_tiles_kernel(
     listed = (expert * tiles_each + index) * tile + tl.arange(0, tile)
     tl.store(rows + listed, tl.where(place < count, expert * capacity + place, -1))
     tl.store(tile_expert + expert * tiles_each + index, tl.where(index * tile < count, expert, -1))
+    tl.store(tile_expert + (tl.num_programs(0) + expert) * tiles_each + index, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Tiles:
     expert: Tensor
     """int32 [tiles]"""
     tile: int
+    ready: Tensor | None = None
+    """int32 [tiles], zero: where a product counts what it has done of each tile, so that the next one need not wait for all."""
     own: bool = False
     """Nothing is listed: both tensors are the slots [T, k], each pair is a tile, and `tile_pairs` finds the tile's pairs."""
 
@@ -205,20 +209,20 @@ def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
     packed = tiles_each > 2
     num_tiles = min(num_experts, pairs) + pairs // tile if packed else num_experts * tiles_each
     rows = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
-    expert = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    expert = torch.empty(2, num_tiles, dtype=torch.int32, device=device)
     _place(slot_ids, num_experts, packed, tile, tiles_each * tile, num_tiles * tile, rows=rows, tile_expert=expert)
-    return Tiles(rows, expert, tile)
+    return Tiles(rows, expert[0], tile, expert[1])
 
 
 def tiles_of_counts(counts: Tensor, capacity: int, tile: int) -> Tiles:
     """counts int32 [E] of rows that sit at e * capacity -> tiles of row indices."""
     num_experts, tiles_each = counts.shape[0], triton.cdiv(capacity, tile)
     rows = torch.empty(num_experts * tiles_each * tile, dtype=torch.int32, device=counts.device)
-    expert = torch.empty(num_experts * tiles_each, dtype=torch.int32, device=counts.device)
+    expert = torch.empty(2, num_experts * tiles_each, dtype=torch.int32, device=counts.device)
     _counted_tiles_kernel[(num_experts, tiles_each)](
         counts, rows, expert, capacity, tiles_each=tiles_each, tile=tile, num_warps=1, **dependent_launch(counts.device)
     )
-    return Tiles(rows, expert, tile)
+    return Tiles(rows, expert[0], tile, expert[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -156,6 +156,40 @@ def test_every_triton_tile_shape_equals_the_reference(kind: str) -> None:
             assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR, tokens
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("inner", sized([768, 1408], [256, 128]))
+def test_fp8_blocks_asked_for_together_give_the_same_bits(rows: int, inner: int) -> None:
+    from minserve.kernels import triton_experts
+    from minserve.kernels.expert_tiles import Block, TileSizes
+
+    experts, hidden, top_k, tokens = sized((16, 2048, 8, 90), (3, 512, 2, 10))
+    weights, x, (ids, shares) = (
+        expert_weights(experts, hidden, inner, "fp8"),
+        normal(tokens, hidden),
+        choices(tokens, top_k, experts),
+    )
+    one, two = (
+        triton_experts.experts_tiled(x, ids, shares, weights, TileSizes(rows, Block(128, k, 4, 2), Block(64, k, 4, 2)))
+        for k in (128, 256)
+    )
+    assert distance(one, expert_truth(x, ids, shares, weights)) < BF16_ERROR
+    assert same_bits(one, two)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_no_tile_goes_on_before_it_is_written(kind: str) -> None:
+    """Its second product starts while other tiles' first ones run: it would meet the poison of new memory."""
+    from minserve.kernels import triton_experts
+
+    experts, hidden, inner, top_k = sized((64, 2048, 768, 8), (6, 160, 128, 3))
+    weights = expert_weights(experts, hidden, inner, kind)
+    for tokens in sized([20, 100, 700], [20]):
+        x, (ids, shares) = normal(tokens, hidden), choices(tokens, top_k, experts)
+        truth = expert_truth(x, ids, shares, weights)
+        for _ in range(sized(50, 1)):
+            assert distance(triton_experts.experts_tiled(x, ids, shares, weights), truth) < BF16_ERROR, tokens
+
+
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts"),
     sized([(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256)], [(1, 8, 64), (40, 4, 16), (70, 4, 8), (1400, 3, 5)]),
@@ -184,6 +218,9 @@ def test_pairs_are_placed_in_order(tokens: int, top_k: int, experts: int) -> Non
     assert (packed.row_expert[len(owners) :] == -1).all()
 
     tiles = triton_grouping.tiles_of_pairs(ids, experts, 16)
+    assert tiles.ready is not None
+    assert tiles.ready.shape == tiles.expert.shape
+    assert not tiles.ready.any()
     rows = tiles.rows.view(-1, 16)[tiles.expert >= 0]
     assert torch.equal(rows[rows >= 0].long(), order)
     assert torch.equal(

@@ -35,7 +35,7 @@ def test_candidates_fit_the_kernels_and_hold_the_rule(model: str, tokens: int) -
     assert by_rule(tokens, shape).sizes in [choice.sizes for choice in candidates if choice.path == "tiles"]
     for choice in candidates:
         blocks = (choice.sizes.up, choice.sizes.down)
-        assert shape.format != "fp8_block" or all(max(block.n, block.k) <= 128 for block in blocks)
+        assert shape.format != "fp8_block" or all(block.n <= 128 and block.k % 128 == 0 for block in blocks)
         assert shape.format != "int4_group" or choice.path == "tiles"
         assert tokens > OWN_TILES_TOKENS or choice.sizes.rows == OWN_TILES_TOKENS
     assert {choice.path for choice in tune._candidates(tokens, shape, False)} <= {"vector", "tiles"}
