@@ -56,8 +56,10 @@ class Sampled(NamedTuple):
 class _Outcome:
     """A step's results on their way to the host; readable once `done` has happened."""
 
-    numbers: Tensor
-    """int64 [2 N] on the host: tokens, then how often each row's logits were not finite since its request came."""
+    tokens: Tensor
+    """int64 [N] on the host."""
+    broken_rows: Tensor
+    """int32 [slots + 1] on the host: how often each slot's logits were not finite since its request came."""
     logprobs: Logprobs | None
     """Of the sampling rows that asked, in their order."""
     scored: dict[int, list[Logprobs]]
@@ -152,8 +154,13 @@ class ModelRunner:
         """Where several ranks share the experts: while none has more tokens in a step, each may replay a graph of its own size;
         None: they replay the same size, in steps of decode rows alone."""
         self._general = [False] * (limits.max_num_seqs + 1)  # the scratch slot is argmax for ever
+        pinned = device.type == "cuda"
         self._landing = [
-            torch.zeros(2 * limits.max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
+            (
+                torch.zeros(limits.max_num_seqs, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros_like(self.sampler.broken_rows, device="cpu", pin_memory=pinned),
+            )
+            for _ in range(2)
         ]
         """Where two steps' numbers come to the host: pinned memory that is asked for between steps may wait for the device."""
         self._told_eager = device.type == "cpu"  # there is nothing else on a CPU
@@ -258,9 +265,10 @@ class ModelRunner:
             for index, (row, first) in enumerate(zip(step.rows, firsts, strict=False))
             if row.scored_ids
         }
-        numbers = torch.cat((sampled.tokens, self.sampler.broken_rows[batch.sample_slots]))
+        tokens, broken_rows = self._land(sampled.tokens, self.sampler.broken_rows)
         return _Outcome(
-            numbers=self._land(numbers),
+            tokens=tokens,
+            broken_rows=broken_rows,
             logprobs=self._sampled_logprobs(step, sampled),
             scored=scored,
             refused=forwarded.refused,
@@ -405,12 +413,11 @@ class ModelRunner:
             return values
         return values.pin_memory().to(self.device, non_blocking=True)
 
-    def _land(self, numbers: Tensor) -> Tensor:
+    def _land(self, tokens: Tensor, broken_rows: Tensor) -> tuple[Tensor, Tensor]:
         """A step's numbers on their way to the host; good until the next but one."""
-        if self.device.type == "cpu":
-            return numbers
         self._landing.reverse()
-        return self._landing[0][: len(numbers)].copy_(numbers, non_blocking=True)
+        there = self._landing[0]
+        return there[0][: len(tokens)].copy_(tokens, non_blocking=True), there[1].copy_(broken_rows, non_blocking=True)
 
     def _to_host(self, values: Tensor) -> Tensor:
         """A copy that is under way; its pinned memory is not reused before the copy has run."""
@@ -432,15 +439,14 @@ class ModelRunner:
 
     def _read(self, step: ScheduledStep, eager_reason: str, outcome: _Outcome) -> StepResult:
         seconds = _wait(outcome.begun, outcome.done)
-        numbers = outcome.numbers.tolist()
-        num_sampling = len(numbers) // 2
+        tokens, broken_rows = outcome.tokens.tolist(), outcome.broken_rows.tolist()
         logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
         results, sampling, nan_rows = [], 0, 0
         for index, row in enumerate(step.rows):
             error = outcome.refused.get(index)
             token_id, own = None, None
             if row.samples:
-                token_id, broken = numbers[sampling], numbers[num_sampling + sampling] > 0
+                token_id, broken = tokens[sampling], broken_rows[row.slot] > 0
                 sampling += 1
                 nan_rows += broken
                 own = _token_logprobs(token_id, next(logprobs), row.logprobs) if row.logprobs is not None else None
