@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,23 +21,20 @@ from minserve.kernels.interface import Kernels
 from minserve.models.forward_context import ForwardContext
 from minserve.models.model import Model
 from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
-from minserve.request import TokenLogprobs
+from minserve.runtime import step_outcome
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
 from minserve.runtime.cuda_graph import VARIANTS, StepGraphs, Work
 from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
-from minserve.runtime.step import RowResult, ScheduledRow, ScheduledStep, StepResult
+from minserve.runtime.step import ScheduledRow, ScheduledStep, StepResult
+from minserve.runtime.step_outcome import Moment, Outcome, mark
 
 SCORING_LOGITS_BYTES = 64 << 20
 """Prompt scoring goes through the head in pieces of this many bytes of logits."""
 BESIDE_PROMPTS = "another rank reads a long prompt"
 """Why a step that all ranks take together is no captured one."""
-NOT_FINITE = "the model's output for this request was not a number; the request was ended"
 
 log = logging.getLogger("minserve.runtime")
-
-_Moment = torch.cuda.Event | float
-"""On a GPU when its stream gets there; on a CPU seconds."""
 
 
 class Sampled(NamedTuple):
@@ -53,33 +49,13 @@ class Sampled(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Outcome:
-    """A step's results on their way to the host; readable once `done` has happened."""
-
-    tokens: Tensor
-    """int64 [N] on the host."""
-    broken_rows: Tensor
-    """int32 [slots + 1] on the host: how often each slot's logits were not finite since its request came."""
-    logprobs: Logprobs | None
-    """Of the sampling rows that asked, in their order."""
-    scored: dict[int, list[Logprobs]]
-    """Row to the pieces of its prompt's scores."""
-    refused: dict[int, str]
-    """Row to the reason why its request could not be set up."""
-    begun: _Moment
-    done: _Moment
-    graph_size: int | None
-    """Padded batch size of the graph that ran; None for an eager step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Forwarded:
     """A step whose rows have sampled, whatever they may sample."""
 
     batch: Batch
     sampled: Sampled
     refused: dict[int, str]
-    begun: _Moment
+    begun: Moment
     graph_size: int | None
 
 
@@ -89,18 +65,18 @@ class InFlight:
     def __init__(
         self,
         step: ScheduledStep,
-        finish: Callable[[TokenMasks | None], _Outcome],
-        read: Callable[[_Outcome], StepResult],
+        finish: Callable[[TokenMasks | None], Outcome],
+        read: Callable[[Outcome], StepResult],
         *,
         finish_late: bool,
     ) -> None:
         """`finish_late`: not before the result is asked for."""
         self.step = step
-        self._finish: Callable[[TokenMasks | None], _Outcome] | None = finish
+        self._finish: Callable[[TokenMasks | None], Outcome] | None = finish
         self._read = read
         self._finish_late = finish_late
         self._masks: TokenMasks | None = None
-        self._outcome: _Outcome | None = None
+        self._outcome: Outcome | None = None
 
     def constrain(self, masks: TokenMasks | None) -> None:
         """What the rows of a step launched with `awaits_masks` may sample; at most once, and before the next launch."""
@@ -108,7 +84,7 @@ class InFlight:
         if not self._finish_late:
             self._outcome = self._finished()
 
-    def _finished(self) -> _Outcome:
+    def _finished(self) -> Outcome:
         """Lets go of the forward's tensors: the next step's take their place."""
         assert self._finish is not None
         finish, self._finish = self._finish, None
@@ -243,7 +219,7 @@ class ModelRunner:
         plan = self.plan(batch)
         if not batch.decodes_only:
             self.fill_in_tokens(batch)
-        begun = self._mark()
+        begun = mark(self.device)
         if graph_size is None:
             sampled = self.forward_and_sample(batch, plan, variant)
         elif not batch.decodes_only:
@@ -255,7 +231,7 @@ class ModelRunner:
         return _Forwarded(batch, sampled, refused, begun, graph_size)
 
     @torch.inference_mode()
-    def _finish(self, step: ScheduledStep, forwarded: _Forwarded, masks: TokenMasks | None) -> _Outcome:
+    def _finish(self, step: ScheduledStep, forwarded: _Forwarded, masks: TokenMasks | None) -> Outcome:
         batch, sampled = forwarded.batch, forwarded.sampled
         if masks is not None:
             self._sample_again(step, batch, sampled, masks)
@@ -266,14 +242,14 @@ class ModelRunner:
             if row.scored_ids
         }
         tokens, broken_rows = self._land(sampled.tokens, self.sampler.broken_rows)
-        return _Outcome(
+        return Outcome(
             tokens=tokens,
             broken_rows=broken_rows,
             logprobs=self._sampled_logprobs(step, sampled),
             scored=scored,
             refused=forwarded.refused,
             begun=forwarded.begun,
-            done=self._mark(),
+            done=mark(self.device),
             graph_size=forwarded.graph_size,
         )
 
@@ -428,64 +404,11 @@ class ModelRunner:
     def _host_logprobs(self, values: Logprobs) -> Logprobs:
         return Logprobs(*(self._to_host(value) for value in values))
 
-    def _mark(self) -> _Moment:
-        if self.device.type == "cpu":
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     # on the host
 
-    def _read(self, step: ScheduledStep, eager_reason: str, outcome: _Outcome) -> StepResult:
-        seconds = _wait(outcome.begun, outcome.done)
-        tokens, broken_rows = outcome.tokens.tolist(), outcome.broken_rows.tolist()
-        logprobs = iter(() if outcome.logprobs is None else _as_tuples(outcome.logprobs))
-        results, sampling, nan_rows = [], 0, 0
-        for index, row in enumerate(step.rows):
-            error = outcome.refused.get(index)
-            token_id, own = None, None
-            if row.samples:
-                token_id, broken = tokens[sampling], broken_rows[row.slot] > 0
-                sampling += 1
-                nan_rows += broken
-                own = _token_logprobs(token_id, next(logprobs), row.logprobs) if row.logprobs is not None else None
-                error = error or (NOT_FINITE if broken else None)
-            scores = [entry for piece in outcome.scored.get(index, ()) for entry in _as_tuples(piece)]
-            scored = tuple(
-                _token_logprobs(token, entry, row.scored_top) for token, entry in zip(row.scored_ids, scores, strict=True)
-            )
-            results.append(RowResult(token_id=token_id, logprobs=own, scored=scored, error=error))
-        eager = step.decodes_only and outcome.graph_size is None
-        if eager and not self._told_eager and eager_reason != BESIDE_PROMPTS:
+    def _read(self, step: ScheduledStep, eager_reason: str, outcome: Outcome) -> StepResult:
+        result = step_outcome.read(step, outcome, eager_reason)
+        if result.eager_reason is not None and not self._told_eager and eager_reason != BESIDE_PROMPTS:
             self._told_eager = True
             log.warning("decode steps run eagerly (%s); counted in the step statistics", eager_reason)
-        return StepResult(
-            rows=tuple(results),
-            nan_rows=nan_rows,
-            eager_reason=eager_reason if eager else None,
-            graph_size=outcome.graph_size if step.decodes_only else None,
-            seconds=seconds,
-        )
-
-
-def _wait(begun: _Moment, done: _Moment) -> float:
-    """Until `done` has happened; the seconds between the two."""
-    if isinstance(begun, torch.cuda.Event) and isinstance(done, torch.cuda.Event):
-        done.synchronize()
-        return float(begun.elapsed_time(done)) / 1e3
-    assert isinstance(begun, float) and isinstance(done, float)
-    return done - begun
-
-
-_Entry = tuple[float, int, list[int], list[float]]
-
-
-def _as_tuples(values: Logprobs) -> list[_Entry]:
-    """(logprob, rank, top ids, top logprobs) of each row."""
-    return list(zip(*(value.tolist() for value in values), strict=True))
-
-
-def _token_logprobs(token_id: int, entry: _Entry, num_top: int) -> TokenLogprobs:
-    logprob, rank, top_ids, top_logprobs = entry
-    return TokenLogprobs(token_id, logprob, rank, tuple(top_ids[:num_top]), tuple(top_logprobs[:num_top]))
+        return result
