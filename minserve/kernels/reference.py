@@ -92,8 +92,8 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 def route(
     x: Tensor, weight: Tensor, correction_bias: Tensor | None, config: RouterConfig, num_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, H] times weight fp32 [E, H] in fp32, then `choose`; rows from num_tokens (int32 [1]) on get id -1 and weight 0."""
-    ids, weights = choose(F.linear(x.float(), weight), correction_bias, config)
+    """x [T, H] times weight fp32 or bf16 [E, H] in fp32, then `choose`; rows from num_tokens (int32 [1]) on get -1 and 0."""
+    ids, weights = choose(F.linear(x.float(), weight.float()), correction_bias, config)
     if num_tokens is None:
         return ids, weights
     padded = (torch.arange(x.shape[0], device=x.device) >= num_tokens).unsqueeze(1)

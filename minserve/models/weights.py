@@ -100,7 +100,8 @@ def load_weights(
 
 
 def dummy_weights(model: LoadableModel, seed: int) -> LoadReport:
-    """Random values without a file: matrices normal with std 0.02, norms 1, biases 0, FP8 with scales of the same effect.
+    """Random values without a file: matrices normal with std 0.02, in bf16's numbers where they are fp32, norms 1, biases 0, FP8
+    with scales of the same effect.
 
     Each tensor's values depend on its name and the seed alone, so ranks with different experts agree on the model.
     """
@@ -229,3 +230,5 @@ def _fill(destination: Destination, seed: int) -> None:
         target.fill_(1.0)
     else:
         target.normal_(0.0, _DUMMY_STD, generator=generator)
+        if target.dtype == torch.float32:
+            target.copy_(target.bfloat16())  # as published checkpoints hold it

@@ -102,6 +102,15 @@ def test_router_reads_every_bit_of_its_weights(kernels: Kernels) -> None:
     assert ids.tolist() == [[15, 14, 13, 12], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("tokens", sized([1, 128, 300, 4096], [3, 257]))
+def test_a_gate_in_bf16_is_the_gate_in_fp32(kernels: Kernels, tokens: int) -> None:
+    x, weight = normal(tokens, sized(2048, 100)), normal(24, sized(2048, 100))
+    config = RouterConfig(4, "softmax", normalize=True)
+    narrow, wide = (kernels.route(x, gate, None, config, None) for gate in (weight, weight.float()))
+    assert all(same_bits(one, other) for one, other in zip(narrow, wide, strict=True))
+    assert (narrow[0] == reference.route(x, weight, None, config, None)[0]).all(dim=1).float().mean() > 0.97
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_gives_valid_ids_for_rows_of_nan(kernels: Kernels, name: str) -> None:
     experts, config = ROUTERS[name]

@@ -66,7 +66,25 @@ def test_biases_that_bf16_cannot_tell_apart_change_the_choice(tiny, dtype):
     router = load(checkpoint.directory, dtype=dtype).layers[1].mlp.router
     assert not torch.equal(stored, stored.bfloat16().float())
     assert torch.equal(router.correction_bias, stored)
-    assert router.weight.dtype == torch.float32
+    assert router.correction_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "stored", "kept"), [
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32),
+])  # fmt: skip
+def test_a_gate_that_was_stored_in_bf16_is_kept_so_for_rows_of_bf16(tiny, dtype, stored, kept):
+    router = load(tiny("deepseek_v3_small").directory, dtype=dtype).layers[1].mlp.router
+    gate = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)).to(stored).float()
+    router.weight = torch.nn.Parameter(gate, requires_grad=False)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.inference_mode():
+        before = router(hidden, None)
+        router.finish_load()
+        after = router(hidden, None)
+    assert router.weight.dtype == kept
+    assert all(map(torch.equal, before, after))
 
 
 def test_padded_rows_are_routed_nowhere(tiny):

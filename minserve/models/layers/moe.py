@@ -79,6 +79,7 @@ class MixtureOfExperts(nn.Module):
 
     def finish_load(self) -> None:
         """After the last copy, before the first forward."""
+        self.router.finish_load()
         if self._to_be_fused:
             self.fuse()
 

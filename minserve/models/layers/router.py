@@ -21,8 +21,15 @@ class Router(nn.Module):
         self.prefix = prefix
         self.config = config.router
         self.kernels = build.kernels
+        self.dtype = build.dtype
         self.weight = parameter((config.num_experts, hidden_size), torch.float32, build.device)
         self.correction_bias = parameter((config.num_experts,), torch.float32, build.device) if config.correction_bias else None
+
+    def finish_load(self) -> None:
+        """A gate that was stored in bf16, as most published ones are, is read as such by rows of that type: the same numbers."""
+        narrow = self.weight.to(torch.bfloat16)
+        if self.dtype == torch.bfloat16 and torch.equal(narrow.float(), self.weight):
+            self.weight = nn.Parameter(narrow, requires_grad=False)
 
     def forward(self, hidden: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows at and beyond num_tokens (int32 [1] on the device; None: all rows are real) get id -1 and weight 0."""
