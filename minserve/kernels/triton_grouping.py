@@ -23,35 +23,50 @@ FP8_BLOCK = 128
 FP8_MAX = 448.0
 _CHUNK = 4096
 """Most pairs that a program looks at at once."""
+_PARTS = 16
+"""Most shares into which pairs are cut so that each expert's rows are found in several places at once. A power of two."""
 
 
 @triton.jit
-def _count_kernel(slot_ids, counts, pairs, chunk: tl.constexpr, dependent: tl.constexpr):
-    """Program e counts expert e's pairs."""
+def _count_kernel(
+    slot_ids, counts, pairs, each, num_experts, chunk: tl.constexpr, block_experts: tl.constexpr, dependent: tl.constexpr
+):
+    """counts[p, e]: program p's share of `each` pairs that are expert e's."""
     follow(dependent)
     lead(dependent)
-    expert = tl.program_id(0)
-    found = tl.zeros([chunk], tl.int32)
-    for first in range(0, pairs, chunk):
+    part = tl.program_id(0)
+    sizes = _sizes(slot_ids, part * each, tl.minimum(part * each + each, pairs), num_experts, chunk, block_experts)
+    tl.store(counts + part * block_experts + tl.arange(0, block_experts), sizes)
+
+
+@triton.jit
+def _sizes(slot_ids, start, end, num_experts, chunk: tl.constexpr, block_experts: tl.constexpr):
+    """How many of the pairs from start to end are each expert's."""
+    sizes = tl.zeros([block_experts], tl.int32)
+    for first in range(start, end, chunk):
         pair = first + tl.arange(0, chunk)
-        found += (tl.load(slot_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, axis=0))
+        owner = tl.load(slot_ids + pair, mask=pair < end, other=-1)
+        known = (owner >= 0) & (owner < num_experts)
+        sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
+    return sizes
 
 
 @triton.jit
 def _place_kernel(
     slot_ids,
+    shares,
     counts,
     destinations,
     rows,
     tile_expert,
     row_expert,
     pairs,
+    each,
     num_experts,
     capacity,
     num_rows,
     packed: tl.constexpr,
-    counted: tl.constexpr,
+    parts: tl.constexpr,
     want_destinations: tl.constexpr,
     want_rows: tl.constexpr,
     want_tiles: tl.constexpr,
@@ -61,42 +76,48 @@ def _place_kernel(
     block_experts: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """Program e gives expert e's pairs their rows: from e * capacity, or packed, each expert's first row on a tile."""
+    """Program (e, p) gives expert e's pairs of the p-th share their rows: from e * capacity, or packed, each expert's first row
+    on a tile. Where there is more than one share, `shares` [parts, block_experts] says how many pairs each expert has in it."""
     follow(dependent)
     lead(dependent)
     expert = tl.program_id(0)
+    share = tl.program_id(1)
     start = expert.to(tl.int64) * capacity
     end = start + capacity
+    all_experts = tl.arange(0, block_experts)
+    before, total = 0, 0
     if packed:
-        all_experts = tl.arange(0, block_experts)
-        if counted:
-            sizes = tl.load(counts + all_experts, mask=all_experts < num_experts, other=0)
+        if parts > 1:
+            part = tl.arange(0, parts)[:, None]
+            sizes_each = tl.load(shares + part * block_experts + all_experts[None, :])
+            sizes = tl.sum(sizes_each, axis=0)
+            before = tl.sum(tl.sum(tl.where((part < share) & (all_experts == expert)[None, :], sizes_each, 0), axis=0), axis=0)
         else:
             # Each program counts all experts' pairs for itself: with few pairs cheaper than a launch that counts them once.
-            sizes = tl.zeros([block_experts], tl.int32)
-            for first in range(0, pairs, chunk):
-                pair = first + tl.arange(0, chunk)
-                owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
-                known = (owner >= 0) & (owner < num_experts)
-                sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
+            sizes = _sizes(slot_ids, 0, pairs, num_experts, chunk, block_experts)
+        total = tl.sum(tl.where(all_experts == expert, sizes, 0), axis=0)
         padded = (sizes + tile - 1) // tile * tile
         start = tl.sum(tl.where(all_experts < expert, padded, 0), axis=0).to(tl.int64)
         end = start + tl.sum(tl.where(all_experts == expert, padded, 0), axis=0)
-    found = 0
-    for first in range(0, pairs, chunk):
+    found = before
+    until = tl.minimum(share * each + each, pairs)
+    for first in range(share * each, until, chunk):
         pair = first + tl.arange(0, chunk)
-        owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
+        owner = tl.load(slot_ids + pair, mask=pair < until, other=-1)
         mine = owner == expert
         row = start + found + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         if want_destinations:
             tl.store(destinations + pair, row.to(tl.int32), mask=mine)
-            nobody = (pair < pairs) & ((owner < 0) | (owner >= num_experts)) & (expert == 0)
+            nobody = (pair < until) & ((owner < 0) | (owner >= num_experts)) & (expert == 0)
             tl.store(destinations + pair, tl.full([chunk], -1, tl.int32), mask=nobody)
         if want_rows:
             tl.store(rows + row, pair, mask=mine)
         found += tl.sum(mine.to(tl.int32), axis=0)
-    if not counted:
-        tl.store(counts + expert, found)
+    if share > 0:
+        return
+    if packed:
+        found = total
+    tl.store(counts + expert, found)
     last = expert == num_experts - 1
     limit = tl.where(last, num_rows, end)
     if want_rows:
@@ -272,30 +293,37 @@ def _place(
     counts = torch.empty(num_experts, dtype=torch.int32, device=slot_ids.device)
     pairs = slot_ids.numel()
     slot_ids = slot_ids.contiguous()
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-    counted, num_warps, dependent = packed and pairs > _CHUNK, 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
-    if counted:
-        _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=num_warps, **dependent)
-    _place_kernel[(num_experts,)](
+    chunk, block_experts = min(_CHUNK, max(128, triton.next_power_of_2(pairs))), triton.next_power_of_2(num_experts)
+    num_warps, dependent = 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
+    parts = min(_PARTS, triton.next_power_of_2(triton.cdiv(pairs, chunk))) if packed and pairs else 1
+    each = triton.cdiv(triton.cdiv(pairs, chunk), parts) * chunk
+    shares = counts
+    if parts > 1:
+        shares = torch.empty(parts, block_experts, dtype=torch.int32, device=slot_ids.device)
+        own = {"chunk": chunk, "block_experts": block_experts, "num_warps": num_warps}
+        _count_kernel[(parts,)](slot_ids, shares, pairs, each, num_experts, **own, **dependent)
+    _place_kernel[(num_experts, parts)](
         slot_ids,
+        shares,
         counts,
         counts if destinations is None else destinations,
         counts if rows is None else rows,
         counts if tile_expert is None else tile_expert,
         counts if row_expert is None else row_expert,
         pairs,
+        each,
         num_experts,
         capacity,
         num_rows,
         packed=packed,
-        counted=counted,
+        parts=parts,
         want_destinations=destinations is not None,
         want_rows=rows is not None,
         want_tiles=tile_expert is not None,
         want_row_expert=row_expert is not None,
         tile=tile,
         chunk=chunk,
-        block_experts=triton.next_power_of_2(num_experts),
+        block_experts=block_experts,
         num_warps=num_warps,
         **dependent,
     )
@@ -308,6 +336,7 @@ def _move_rows_kernel(
     target,
     scales,
     where,
+    items,
     width,
     source_stride,
     group_rows,
@@ -320,23 +349,25 @@ def _move_rows_kernel(
     fp8_max: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
+    pieces: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """Item i is row: 0 all (i), 1 scatter (i, which goes to `places` rows), 2 listed (where[i])."""
+    """Some blocks of an item's columns, or of several items'. Item i is row: 0 all (i), 1 scatter (i, which goes to `places`
+    rows), 2 listed (where[i])."""
     follow(dependent)
     lead(dependent)
-    item = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(0).to(tl.int64) * pieces + tl.arange(0, pieces)
+    item, index = piece // blocks, piece % blocks
+    real = item < items
     origin = item
     if mapping == 2:
-        origin = tl.load(where + item).to(tl.int64)
-        if origin < 0:
-            return
-    index = tl.program_id(1) * blocks + tl.arange(0, blocks)
+        origin = tl.load(where + item, mask=real, other=-1).to(tl.int64)
+        real = origin >= 0
     columns = index[:, None] * block + tl.arange(0, block)[None, :]
-    inside = columns < width
-    values = tl.load(source + origin * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    inside = real[:, None] & (columns < width)
+    values = tl.load(source + origin[:, None] * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
-        up = tl.load(source + origin * source_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + origin[:, None] * source_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
         values = silu_and_gate(values, up)
     if quantize:
         scale = fp8_scale(values, fp8_max)
@@ -345,14 +376,19 @@ def _move_rows_kernel(
     for place in tl.static_range(places):
         row = origin
         if mapping == 1:
-            row = tl.load(where + item * places + place).to(tl.int64)
+            row = tl.load(where + item * places + place, mask=real, other=-1).to(tl.int64)
         if quantize:
             spot = scales + (row // group_rows) * scale_group_stride + index * scale_column_stride + row % group_rows
-            tl.store(spot, scale, mask=(row >= 0) & (index * block < width))
-        tl.store(target + row * width + columns, result, mask=(row >= 0) & inside)
+            tl.store(spot, scale, mask=real & (row >= 0))
+        tl.store(target + row[:, None] * width + columns, result, mask=inside & (row >= 0)[:, None])
 
 
 Mapping = Literal["all", "scatter", "listed"]
+
+
+def _pieces(count: int) -> tuple[int, int]:
+    """Blocks of columns for a program to move, of so many in all, and its warps."""
+    return 8 if count <= 8192 else 16, 4
 
 
 def move_rows(
@@ -382,12 +418,13 @@ def move_rows(
         scales = torch.empty(groups, columns, padded_rows, dtype=torch.float32, device=source.device)
     items = num_rows if items is None else items
     if items:
-        blocks = min(8, triton.next_power_of_2(columns))
-        _move_rows_kernel[(items, triton.cdiv(columns, blocks))](
+        pieces, num_warps = _pieces(items * columns)
+        _move_rows_kernel[(triton.cdiv(items * columns, pieces),)](
             source,
             target,
             target if scales is None else scales,
             target if where is None else where,
+            items,
             width,
             source.stride(-2),
             max(group_rows, 1),
@@ -398,9 +435,10 @@ def move_rows(
             gated=gated,
             quantize=quantize,
             fp8_max=FP8_MAX,
-            blocks=blocks,
+            blocks=columns,
             block=FP8_BLOCK,
-            num_warps=4,
+            pieces=pieces,
+            num_warps=num_warps,
             **dependent_launch(source.device),
         )
     if scales is None:

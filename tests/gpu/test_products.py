@@ -192,7 +192,10 @@ def test_no_tile_goes_on_before_it_is_written(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts"),
-    sized([(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256)], [(1, 8, 64), (40, 4, 16), (70, 4, 8), (1400, 3, 5)]),
+    sized(
+        [(1, 8, 128), (128, 8, 128), (700, 6, 64), (3000, 8, 256), (20000, 8, 60)],
+        [(1, 8, 64), (40, 4, 16), (70, 4, 8), (1400, 3, 5), (22000, 4, 4)],
+    ),
 )
 def test_pairs_are_placed_in_order(tokens: int, top_k: int, experts: int) -> None:
     from minserve.kernels import triton_grouping
