@@ -22,7 +22,11 @@ def _rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
         first = dims % 2 == 0
         return dims // 2, tl.where(first, dims + 1, dims - 1), tl.where(first, -1.0, 1.0)
     first = dims < half
-    return dims % half, tl.where(first, dims + half, dims - half), tl.where(first, -1.0, 1.0)
+    partner = tl.where(first, dims + half, dims - half)
+    if half % 8 == 0:
+        # Eight neighbours' partners are neighbours too, which the compiler cannot know: else it loads them one by one.
+        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+    return dims % half, partner, tl.where(first, -1.0, 1.0)
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def _gqa_inputs_kernel(
     row = cos_sin + tl.load(positions + token) * rot
     cos = tl.load(row + angle, mask=turning, other=1.0)
     sin = tl.load(row + rot // 2 + angle, mask=turning, other=0.0) * sign
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token).to(tl.int32)
     lead(dependent)
     follow(dependent)
     source = qkv + token * token_stride + head[:, None] * head_dim
@@ -88,9 +92,10 @@ def _gqa_inputs_kernel(
     result = tl.where(value[:, None], own, turned_own * cos[None, :] + other * sin[None, :])
     target = q_out + (token * q_heads + head[:, None]) * head_dim + dims[None, :]
     tl.store(target, result.to(q_out.dtype.element_ty), mask=inside & query[:, None])
-    entry = cache + (slot // page_size) * page_stride + (slot % page_size) * entry_stride
-    kv_head = head - q_heads
-    offset = tl.where(value, value_offset + (kv_head - kv_heads) * head_dim, kv_head * head_dim)
+    page = (slot // page_size).to(tl.int64)
+    entry = cache + page * page_stride + (slot % page_size).to(tl.int64) * entry_stride
+    # A sum, not a choice between two: the compiler sees that neighbours stay neighbours, and stores them together.
+    offset = value.to(tl.int32) * (value_offset - kv_heads * head_dim) + (head - q_heads) * head_dim
     written = inside & (head >= q_heads)[:, None] & (slot >= 0)
     tl.store(entry + offset[:, None] + dims[None, :], result.to(cache.dtype.element_ty), mask=written)
 
@@ -110,7 +115,8 @@ def gqa_inputs(
     if tokens == 0:
         return q
     block_dim = triton.next_power_of_2(shape.head_dim)
-    block_heads = max(1, min(1024 // block_dim, triton.next_power_of_2(heads)))
+    values, num_warps = _shares(tokens)
+    block_heads = max(1, min(values // block_dim, triton.next_power_of_2(heads)))
     _gqa_inputs_kernel[(tokens, triton.cdiv(heads, block_heads))](
         qkv,
         qkv if norms is None else norms.q,
@@ -134,10 +140,16 @@ def gqa_inputs(
         interleaved=rotary.interleaved,
         block_heads=block_heads,
         block_dim=block_dim,
-        num_warps=4,
+        num_warps=num_warps,
         **dependent_launch(qkv.device),
     )
     return q
+
+
+def _shares(tokens: int) -> tuple[int, int]:
+    """Values of a program that prepares heads, and its warps."""
+    del tokens
+    return 1024, 4
 
 
 @triton.jit
