@@ -41,10 +41,10 @@ def tile_sizes(tokens: int, mean: int, kind: ExpertFormat) -> TileSizes:
         return TileSizes(rows, Block(32, 256, 2, 3), Block(128, 256, 4, 2) if rows < 64 else Block(64, 256, 4, 2))
     if tokens <= OWN_TILES_TOKENS:
         if fp8:
-            return TileSizes(8, Block(32, 128, 2, 3), Block(64, 128, 4, 4))
+            return TileSizes(8, Block(64, 256, 4, 2), Block(64, 128, 4, 4))
         return TileSizes(8, Block(32, 256, 2, 3), Block(32, 128, 2, 3))
     if mean <= 48 and fp8:
-        block = Block(64, 256, 4, 2) if mean <= 4 else Block(128, 256, 4, 2) if mean <= 16 else Block(32, 128, 2, 3)
+        block = Block(64, 256, 4, 3) if mean <= 4 else Block(128, 256, 4, 2) if mean <= 16 else Block(32, 128, 2, 3)
         return TileSizes(8 if mean <= 4 else 16 if mean <= 16 else 32, block, block)
     if mean <= 48:
         block = Block(64, 128, 4, 3) if mean <= 8 else Block(64, 64, 4, 5)

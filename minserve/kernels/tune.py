@@ -126,8 +126,8 @@ def _sizes(tokens: int, shape: ExpertShape, rule: TileSizes) -> Iterator[TileSiz
     if shape.format == "int4_group":
         blocks = [Block(32, 256, 2, 3), Block(64, 256, 4, 3), Block(128, 256, 4, 2)]
     elif shape.format == "fp8_block":
-        blocks = [Block(32, 128, 2, 3), Block(32, 128, 2, 4), Block(64, 128, 4, 3), Block(64, 128, 2, 4), Block(64, 256, 4, 2)]
-        blocks += [Block(128, 128, 4, 3), Block(128, 256, 4, 2)]
+        blocks = [Block(32, 128, 2, 3), Block(32, 128, 2, 4), Block(64, 128, 4, 3), Block(64, 128, 2, 4), Block(64, 256, 4, 3)]
+        blocks += [Block(32, 256, 2, 3), Block(64, 256, 4, 2), Block(128, 128, 4, 3), Block(128, 256, 4, 2)]
     else:
         blocks = [Block(32, 128, 2, 4), Block(32, 256, 2, 3), Block(64, 128, 4, 3), Block(64, 64, 4, 5), Block(128, 64, 8, 3)]
     if tokens <= OWN_TILES_TOKENS:
