@@ -88,7 +88,7 @@ def test_where_int4_is_widened_a_refusal_of_memory_says_so(
     monkeypatch.setattr(assembly, "build_model", refuse)
     release, _ = write_release("Kimi-K2-Thinking", tmp_path)
     widening = dataclasses.replace(reference.cpu(), name="torch-gpu", keeps_int4=False)
-    monkeypatch.setattr("minserve.kernels.stacks.build", lambda *_: widening)
+    monkeypatch.setattr("minserve.kernels.stacks.build", lambda *_, **__: widening)
     words = r"no memory for the model's weights \(the torch-gpu stack cannot read INT4, so they are widened\): 2\.0 TB"
     with pytest.raises(DoesNotFit, match=words):
         weights_of_a_start(release)
