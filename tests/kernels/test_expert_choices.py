@@ -26,7 +26,9 @@ def test_without_a_measurement_the_rule_decides() -> None:
     assert by_rule(1, SHAPE).path == "vector"
     assert by_rule(9, SHAPE).path == "tiles"
     assert [by_rule(tokens, SHAPE).path for tokens in (200, 5000)] == ["tiles", "contiguous"]
-    assert by_rule(5000, dataclasses.replace(SHAPE, format="int4_group")).path == "tiles"
+    plain = dataclasses.replace(SHAPE, format="plain")
+    assert [by_rule(tokens, plain).path for tokens in (8192, 9000)] == ["tiles", "contiguous"]
+    assert by_rule(9000, dataclasses.replace(SHAPE, format="int4_group")).path == "tiles"
 
 
 def test_the_next_measured_number_of_tokens_decides(tmp_path: Path) -> None:
