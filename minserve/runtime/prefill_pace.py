@@ -61,7 +61,7 @@ class PrefillPace:
         padded = next((size for size in self._step_sizes if size >= tokens), tokens)
         full = max((size for size in self._step_sizes if num_decode_rows < size < tokens), default=0)
         rest = next((size for size in self._step_sizes if size >= tokens - full + num_decode_rows), tokens)
-        return full - num_decode_rows if full and full + rest + STEP_TOKENS < padded else num_prompt_tokens
+        return full - num_decode_rows if full and full + rest + STEP_TOKENS <= padded else num_prompt_tokens
 
     def scheduled(self, num_decode_rows: int, num_prompt_tokens: int) -> None:
         """What the next step will be."""
