@@ -117,6 +117,9 @@ def join(seat: Seat, watchdog_seconds: float, *, on_gpus: bool) -> Group:
         return alone()
     backend = GPUS if on_gpus and torch.cuda.is_available() else "gloo"
     sharers = claim_gpu(seat) if backend == GPUS else 1
+    # All collectives follow each other on one stream, captured or not. NCCL need not order them itself, for which each one would
+    # become a branch of the graph and run on a stream of its own.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     try:
         # The socket was bound by launch, so that no port can be lost between its choice and its use.
         store = TCPStore(

@@ -35,6 +35,8 @@ _ROW_PAGES = 4
 _LONG_ROW_TOKENS = 2048
 _STATE = ("output_index", "last_tokens", "broken_rows", "token_counts")
 """What sampling writes."""
+_UNCOUNTED = ("Memcpy", "Memset", "nccl")
+"""No kernels, or NCCL's, which branches off for each of its own."""
 _MARK = "spin_kernel"
 """What the profiler calls the kernel of torch.cuda._sleep."""
 
@@ -340,6 +342,6 @@ def kernel_streams(runs: Iterable[Callable[[], object]]) -> list[list[int]]:
             inside = not inside
             if inside:
                 found.append([])
-        elif inside and event.device_type() == DeviceType.CUDA and not event.name().startswith(("Memcpy", "Memset")):
+        elif inside and event.device_type() == DeviceType.CUDA and not event.name().startswith(_UNCOUNTED):
             found[-1].append(event.device_resource_id())
     return found

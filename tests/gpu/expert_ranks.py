@@ -42,6 +42,8 @@ ERROR = {"bf16": 0.01, "fp8": 0.06}
 REPLAYS = 1000
 MARGIN = 0.5
 """Nats between the best two tokens within which other rounding may choose the other."""
+PARTED = 0.1
+"""Relative error from which a row chose another expert somewhere, as close choices do when sums are rounded in another order."""
 
 
 def main() -> None:
@@ -172,11 +174,13 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
         one.launch(settled(step), rows_per_rank=rows_per_rank).result()
     expected = graphs.result(rows, "argmax")
     first = [tensor.clone() for tensor in expected]
-    logits = alone.graphs.result(rows, "argmax").logits
+    logits = alone.graphs.result(rows, "argmax").logits.float()
+    parted = (first[1] - logits).norm(dim=1) / logits.norm(dim=1) > PARTED
+    assert int(parted.sum()) <= rows // 16, (kind, policy, "rows of other experts", parted.nonzero().flatten().tolist())
     best = logits.topk(2).values
-    clear = best[:, 0] - best[:, 1] > MARGIN
+    clear = ~parted & (best[:, 0] - best[:, 1] > MARGIN)
     assert torch.equal(first[0][clear], logits.argmax(-1)[clear]), (kind, policy, "other tokens than one rank's")
-    error = distance(first[1], logits)
+    error = distance(first[1][~parted], logits[~parted])
     assert error < ERROR[kind] * 3, (kind, policy, error)
     # The step repeated: its KV entries are overwritten by the same ones, its tokens are drawn anew from the same slots.
     runner.plan(runner.batches.to_device(runner.batches.stage(settled(step), rows)))
@@ -199,7 +203,8 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
     else:
         runner.launch(settled(step), rows_per_rank=many).result()
         assert same_bits(expected[1], first[1]), (kind, policy, "another rank's padding reached this one")
-    say(f"rank {rank}: {kind} {policy}: {rows} rows, error {error:.4f}, {int(clear.sum())} clear, streams {proven.streams}")
+    said = f"{rows} rows, error {error:.4f}, {int(parted.sum())} of other experts, {int(clear.sum())} clear"
+    say(f"rank {rank}: {kind} {policy}: {said}, streams {proven.streams}")
     for one in (alone, runner):
         assert one.graphs is not None
         one.graphs.destroy()
