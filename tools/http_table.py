@@ -1,11 +1,12 @@
-"""The HTTP tables of docs/performance.md: `python -m tools.http_table configs/shapes/MODEL [FLAG ...]` on a GPU.
+"""The HTTP tables of docs/performance.md: `python -m tools.http_table configs/shapes/MODEL [--at-once 16] [FLAG ...]` on a GPU.
 
 Starts `minserve launch` with random weights, then `minserve bench serve` beside it: prompts alone, then answers of 256 tokens at
-1, 16, 64 and 128 streams. Further words are flags of the server. The last line is JSON.
+1, 16, 64 and 128 streams, or as many as asked. Further words are flags of the server. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import subprocess
@@ -22,22 +23,26 @@ ONE_ANSWER, PROMPTS = {"--concurrency": 1, "--num-prompts": 5, "--output-len": 1
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.http_table", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--at-once", type=int, nargs="*", choices=STREAMS, default=[*STREAMS], help="streams")
+    options, flags = parser.parse_known_args()
     began = time.monotonic()
     try:
-        with serving([sys.argv[1], "--load-format", "dummy", *sys.argv[2:]]) as server:
+        with serving([options.model, "--load-format", "dummy", *flags]) as server:
             ready = time.monotonic() - began
             say(f"ready after {ready:.1f} s")
-            rows = measure(server.url)
+            rows = measure(server.url, options.at_once)
             timeline = server.log_lines("ready after|seconds|took")
     except ChildProcessError as error:
         say(str(error)[-4000:])
         return 1
     say("\n".join(timeline[-5:]))
-    say(json.dumps({"bench": "http", "model": sys.argv[1], "ready": ready, "rows": rows}))
+    say(json.dumps({"bench": "http", "model": options.model, "ready": ready, "rows": rows}))
     return 0
 
 
-def measure(url: str) -> list[dict[str, Any]]:
+def measure(url: str, at_once: list[int]) -> list[dict[str, Any]]:
     seeds = itertools.count(1)  # a prompt that came before would be found in the prefix cache
 
     def asked(options: dict[str, int]) -> dict[str, Any]:
@@ -53,7 +58,8 @@ def measure(url: str) -> list[dict[str, Any]]:
     say("| at once | answers | output tokens/s | first token, p50 / p99, ms | a later token | longest gap, p50 / max |")
     say("|---|---|---|---|---|---|")
     rows = [first, *prompts]
-    for streams, answers in STREAMS.items():
+    for streams in at_once:
+        answers = STREAMS[streams]
         row = asked({"--concurrency": streams, "--num-prompts": answers, "--output-len": ANSWER_TOKENS})
         cells = [
             str(streams),
