@@ -120,7 +120,8 @@ def rows_of(kernels: Kernels, tokens: int, hidden: int, router: RouterConfig, nu
     kernels.add_rms_norm(x, x, gain, 1e-6)
     kernels.silu_and_mul(empty(tokens, 2 * hidden))
     bias = empty(num_experts, dtype=torch.float32) if router.scoring == "sigmoid" else None
-    kernels.route(x, empty(num_experts, hidden, dtype=torch.float32), bias, router, torch.ones(1, dtype=torch.int32))
+    for kept in (torch.float32, BF16):
+        kernels.route(x, empty(num_experts, hidden, dtype=kept), bias, router, torch.ones(1, dtype=torch.int32))
 
 
 def linears(kernels: Kernels, tokens: int, *sizes: tuple[int, int]) -> None:
