@@ -63,7 +63,7 @@ def _proofs() -> list[Job]:
             {"MINSERVE_TEST_RANKS": str(ranks)},
         )
         for ranks, gpus in ((2, 2), (4, 4), (2, 1), (4, 1))
-        for name in ("layers", "replays", "auto", "eager", "torch", "low")
+        for name in ("layers", "replays", "auto", "eager", "torch", "low", "fp8")
     ]
     twin = "import sys, runpy; from pathlib import Path; from minserve.config import EMBEDDED_DIRECTORY; \
 from tools.quantize_fp8 import quantize_checkpoint; quantize_checkpoint(EMBEDDED_DIRECTORY, Path(sys.argv[1]) / 'twin'); \

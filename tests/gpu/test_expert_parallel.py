@@ -91,17 +91,21 @@ FLAGS = {
     "eager": ["--enforce-eager"],
     "torch": ["--moe-dispatcher", "torch"],
     "low": ["--deepep-mode", "low_latency"],
+    "fp8": [],
 }
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_a_server_of_several_ranks(ranks: tuple[int, dict[str, str]], flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_server_of_several_ranks(ranks: tuple[int, dict[str, str]], kind: str, tmp_path: Path) -> None:
     """Right answers, every rank proven, and the death of a rank is the end of all, with its name."""
-    count, environment = ranks
+    (count, environment), flags = ranks, FLAGS[kind]
+    if kind == "fp8":
+        quantize_checkpoint(EMBEDDED_DIRECTORY, tmp_path / "fp8")
+        flags = [str(tmp_path / "fp8")]
     shared = "CUDA_MPS_PIPE_DIRECTORY" in environment
     rows = deep_ep_limits.capacity(64, count if shared else 1)
     sizes = ["--max-num-seqs", str(min(64, rows)), "--num-pages", "1000", "--max-model-len", "2048"]
-    words = ["--ep-size", str(count), "--device", "cuda", *sizes, *flags]
+    words = [*flags, "--ep-size", str(count), "--device", "cuda", *sizes]
     with serving(*words, log=tmp_path / "log", environment=environment) as server:
         url = server.base_url
         asked = [sys.executable, "-m", "minserve", "eval", "arithmetic", "--base-url", url, "--limit", "120"]
