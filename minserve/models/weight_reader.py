@@ -14,7 +14,7 @@ import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -92,6 +92,8 @@ class _Piece(NamedTuple):
     @property
     def counted_bytes(self) -> int:
         """Bytes read, the one number of a whole tensor in its first piece only."""
+        if len(self.reads) == 1:
+            return self.num_bytes
         repeated = sum(read.num_bytes for read in self.reads if self.reads[0].first and not read.first)
         return self.num_bytes - repeated
 
@@ -143,7 +145,7 @@ class WeightReader:
     def __init__(self, files: Iterable[Path], device: torch.device = CPU, threads: int | None = None) -> None:
         """`device` has the targets. For a GPU memory begins to be pinned at once, beside what the caller does next."""
         threads = threads or min(CPU_THREADS if device.type == "cpu" else GPU_THREADS, max(2, os.cpu_count() or 1))
-        self._device = device
+        self._device, self._threads = device, threads
         self._descriptors = {}
         with contextlib.ExitStack() as open_files:
             for path in files:
@@ -166,30 +168,47 @@ class WeightReader:
         on their way; they have landed when this returns)."""
         on_gpu = self._device.type == "cuda"
         work = self._into_staging if on_gpu else self._into_targets
-        ended: SimpleQueue[tuple[list[_Piece], _Staging, Future[None]]] = SimpleQueue()
+        # Queues rather than futures, which take several times as long of the interpreter's lock.
+        waiting: SimpleQueue[tuple[list[_Piece], _Staging] | None] = SimpleQueue()
+        ended: SimpleQueue[tuple[list[_Piece], _Staging, BaseException | None]] = SimpleQueue()
         copied: deque[_Staging] = deque()
+
+        def lane() -> None:
+            for go, staging in iter(waiting.get, None):
+                error = None
+                try:
+                    work(go, staging)
+                except BaseException as caught:
+                    error = caught
+                ended.put((go, staging, error))
 
         def begin(staging: _Staging) -> bool:
             go = next(goes, None)
             if go is not None:
                 staging.wait()
-                self._pool.submit(work, go, staging).add_done_callback(lambda reading: ended.put((go, staging, reading)))
+                waiting.put((go, staging))
             return go is not None
 
         with torch.inference_mode(), _side_stream(self._device) if on_gpu else contextlib.nullcontext():
             in_order = sorted(transfers, key=lambda transfer: (transfer.tensor.file, transfer.tensor.begin))
             goes = _goes(list(_pieces(in_order)))
-            under_way = sum(begin(staging.result()) for staging in self._staging)
-            while under_way:
-                go, staging, reading = ended.get()
-                reading.result()
-                if on_gpu:
-                    _place(go, staging, self._device)
-                copied.append(staging)
-                under_way -= 1
-                if len(copied) > COPYING_BUFFERS or not under_way:
-                    under_way += begin(copied.popleft())
-                on_bytes(sum(piece.counted_bytes for piece in go))
+            lanes = [self._pool.submit(lane) for _ in range(self._threads)]
+            try:
+                under_way = sum(begin(staging.result()) for staging in self._staging)
+                while under_way:
+                    go, staging, error = ended.get()
+                    if error is not None:
+                        raise error
+                    if on_gpu:
+                        _place(go, staging, self._device)
+                    copied.append(staging)
+                    under_way -= 1
+                    if len(copied) > COPYING_BUFFERS or not under_way:
+                        under_way += begin(copied.popleft())
+                    on_bytes(sum(piece.counted_bytes for piece in go))
+            finally:
+                for _ in lanes:
+                    waiting.put(None)
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
@@ -243,13 +262,17 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 
 def _place(go: list[_Piece], staging: _Staging, device: torch.device) -> None:
-    """From a staging buffer to where the pieces belong, by one copy to the GPU and, where values stay as they are, one kernel."""
-    held = staging.bytes[: sum(piece.num_bytes for piece in go)].to(device, non_blocking=True)
-    staging.copying()
+    """From pinned memory to where the pieces belong; what is to be widened or cast is so on the GPU."""
+    held = staging.bytes[: sum(piece.num_bytes for piece in go)]
     words = [piece.words for piece in go if piece.words is not None]
     if words:
-        torch._foreach_copy_(words, list(held.view(words[0].dtype).split([word.numel() for word in words])))
+        # One call for all copies: this thread gives the interpreter's lock away, and waits for it, once.
+        parts = held.view(words[0].dtype).split([word.numel() for word in words])
+        torch._foreach_copy_(words, list(parts), non_blocking=True)
+        staging.copying()
         return
+    held = held.to(device, non_blocking=True)
+    staging.copying()
     for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
         piece.convert(part)
 
