@@ -152,8 +152,9 @@ class WeightReader:
                 self._descriptors[path] = _opened(path)
                 open_files.callback(os.close, self._descriptors[path])
             self._open_files = open_files.pop_all()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
-        self._staging = [self._pool.submit(_Staging, device.type == "cuda") for _ in range(threads + SPARE_BUFFERS)]
+        self._ended: SimpleQueue[tuple[list[_Piece], _Staging] | BaseException] = SimpleQueue()
+        self._pool = ThreadPoolExecutor(threads + 1, thread_name_prefix="weights")
+        self._pool.submit(self._allocate)
 
     def __enter__(self) -> WeightReader:
         return self
@@ -165,22 +166,20 @@ class WeightReader:
 
     def run(self, transfers: Sequence[Transfer], on_bytes: Callable[[int], None]) -> None:
         """Carries all out, roughly in the files' order; `on_bytes(count)` is called in this thread as pieces land (on a GPU: are
-        on their way; they have landed when this returns)."""
+        on their way; they have landed when this returns). Once for a reader."""
         on_gpu = self._device.type == "cuda"
         work = self._into_staging if on_gpu else self._into_targets
         # Queues rather than futures, which take several times as long of the interpreter's lock.
         waiting: SimpleQueue[tuple[list[_Piece], _Staging] | None] = SimpleQueue()
-        ended: SimpleQueue[tuple[list[_Piece], _Staging, BaseException | None]] = SimpleQueue()
         copied: deque[_Staging] = deque()
 
         def lane() -> None:
             for go, staging in iter(waiting.get, None):
-                error = None
                 try:
                     work(go, staging)
-                except BaseException as caught:
-                    error = caught
-                ended.put((go, staging, error))
+                    self._ended.put((go, staging))
+                except BaseException as error:
+                    self._ended.put(error)
 
         def begin(staging: _Staging) -> bool:
             go = next(goes, None)
@@ -194,21 +193,31 @@ class WeightReader:
             goes = _goes(list(_pieces(in_order)))
             lanes = [self._pool.submit(lane) for _ in range(self._threads)]
             try:
-                under_way = sum(begin(staging.result()) for staging in self._staging)
+                under_way = self._threads + SPARE_BUFFERS
                 while under_way:
-                    go, staging, error = ended.get()
-                    if error is not None:
-                        raise error
-                    if on_gpu:
+                    ended = self._ended.get()
+                    if isinstance(ended, BaseException):
+                        raise ended
+                    go, staging = ended
+                    if on_gpu and go:
                         _place(go, staging, self._device)
                     copied.append(staging)
                     under_way -= 1
                     if len(copied) > COPYING_BUFFERS or not under_way:
                         under_way += begin(copied.popleft())
-                    on_bytes(sum(piece.counted_bytes for piece in go))
+                    if go:
+                        on_bytes(sum(piece.counted_bytes for piece in go))
             finally:
                 for _ in lanes:
                     waiting.put(None)
+
+    def _allocate(self) -> None:
+        """The buffers, which begin as if a read of nothing had ended; by one thread, since pinning by several takes longer."""
+        try:
+            for _ in range(self._threads + SPARE_BUFFERS):
+                self._ended.put(([], _Staging(self._device.type == "cuda")))
+        except BaseException as error:
+            self._ended.put(error)
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
