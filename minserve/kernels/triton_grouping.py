@@ -23,50 +23,35 @@ FP8_BLOCK = 128
 FP8_MAX = 448.0
 _CHUNK = 4096
 """Most pairs that a program looks at at once."""
-_PARTS = 16
-"""Most shares into which pairs are cut so that each expert's rows are found in several places at once. A power of two."""
 
 
 @triton.jit
-def _count_kernel(
-    slot_ids, counts, pairs, each, num_experts, chunk: tl.constexpr, block_experts: tl.constexpr, dependent: tl.constexpr
-):
-    """counts[p, e]: program p's share of `each` pairs that are expert e's."""
+def _count_kernel(slot_ids, counts, pairs, chunk: tl.constexpr, dependent: tl.constexpr):
+    """Program e counts expert e's pairs."""
     follow(dependent)
     lead(dependent)
-    part = tl.program_id(0)
-    sizes = _sizes(slot_ids, part * each, tl.minimum(part * each + each, pairs), num_experts, chunk, block_experts)
-    tl.store(counts + part * block_experts + tl.arange(0, block_experts), sizes)
-
-
-@triton.jit
-def _sizes(slot_ids, start, end, num_experts, chunk: tl.constexpr, block_experts: tl.constexpr):
-    """How many of the pairs from start to end are each expert's."""
-    sizes = tl.zeros([block_experts], tl.int32)
-    for first in range(start, end, chunk):
+    expert = tl.program_id(0)
+    found = tl.zeros([chunk], tl.int32)
+    for first in range(0, pairs, chunk):
         pair = first + tl.arange(0, chunk)
-        owner = tl.load(slot_ids + pair, mask=pair < end, other=-1)
-        known = (owner >= 0) & (owner < num_experts)
-        sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
-    return sizes
+        found += (tl.load(slot_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
 def _place_kernel(
     slot_ids,
-    shares,
     counts,
     destinations,
     rows,
     tile_expert,
     row_expert,
     pairs,
-    each,
     num_experts,
     capacity,
     num_rows,
     packed: tl.constexpr,
-    parts: tl.constexpr,
+    counted: tl.constexpr,
     want_destinations: tl.constexpr,
     want_rows: tl.constexpr,
     want_tiles: tl.constexpr,
@@ -76,48 +61,42 @@ def _place_kernel(
     block_experts: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """Program (e, p) gives expert e's pairs of the p-th share their rows: from e * capacity, or packed, each expert's first row
-    on a tile. Where there is more than one share, `shares` [parts, block_experts] says how many pairs each expert has in it."""
+    """Program e gives expert e's pairs their rows: from e * capacity, or packed, each expert's first row on a tile."""
     follow(dependent)
     lead(dependent)
     expert = tl.program_id(0)
-    share = tl.program_id(1)
     start = expert.to(tl.int64) * capacity
     end = start + capacity
-    all_experts = tl.arange(0, block_experts)
-    before, total = 0, 0
     if packed:
-        if parts > 1:
-            part = tl.arange(0, parts)[:, None]
-            sizes_each = tl.load(shares + part * block_experts + all_experts[None, :])
-            sizes = tl.sum(sizes_each, axis=0)
-            before = tl.sum(tl.sum(tl.where((part < share) & (all_experts == expert)[None, :], sizes_each, 0), axis=0), axis=0)
+        all_experts = tl.arange(0, block_experts)
+        if counted:
+            sizes = tl.load(counts + all_experts, mask=all_experts < num_experts, other=0)
         else:
             # Each program counts all experts' pairs for itself: with few pairs cheaper than a launch that counts them once.
-            sizes = _sizes(slot_ids, 0, pairs, num_experts, chunk, block_experts)
-        total = tl.sum(tl.where(all_experts == expert, sizes, 0), axis=0)
+            sizes = tl.zeros([block_experts], tl.int32)
+            for first in range(0, pairs, chunk):
+                pair = first + tl.arange(0, chunk)
+                owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
+                known = (owner >= 0) & (owner < num_experts)
+                sizes += tl.histogram(tl.where(known, owner, 0), block_experts, mask=known)
         padded = (sizes + tile - 1) // tile * tile
         start = tl.sum(tl.where(all_experts < expert, padded, 0), axis=0).to(tl.int64)
         end = start + tl.sum(tl.where(all_experts == expert, padded, 0), axis=0)
-    found = before
-    until = tl.minimum(share * each + each, pairs)
-    for first in range(share * each, until, chunk):
+    found = 0
+    for first in range(0, pairs, chunk):
         pair = first + tl.arange(0, chunk)
-        owner = tl.load(slot_ids + pair, mask=pair < until, other=-1)
+        owner = tl.load(slot_ids + pair, mask=pair < pairs, other=-1)
         mine = owner == expert
         row = start + found + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         if want_destinations:
             tl.store(destinations + pair, row.to(tl.int32), mask=mine)
-            nobody = (pair < until) & ((owner < 0) | (owner >= num_experts)) & (expert == 0)
+            nobody = (pair < pairs) & ((owner < 0) | (owner >= num_experts)) & (expert == 0)
             tl.store(destinations + pair, tl.full([chunk], -1, tl.int32), mask=nobody)
         if want_rows:
             tl.store(rows + row, pair, mask=mine)
         found += tl.sum(mine.to(tl.int32), axis=0)
-    if share > 0:
-        return
-    if packed:
-        found = total
-    tl.store(counts + expert, found)
+    if not counted:
+        tl.store(counts + expert, found)
     last = expert == num_experts - 1
     limit = tl.where(last, num_rows, end)
     if want_rows:
@@ -293,37 +272,30 @@ def _place(
     counts = torch.empty(num_experts, dtype=torch.int32, device=slot_ids.device)
     pairs = slot_ids.numel()
     slot_ids = slot_ids.contiguous()
-    chunk, block_experts = min(_CHUNK, max(128, triton.next_power_of_2(pairs))), triton.next_power_of_2(num_experts)
-    num_warps, dependent = 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
-    parts = min(_PARTS, triton.next_power_of_2(triton.cdiv(pairs, chunk))) if packed and pairs else 1
-    each = triton.cdiv(triton.cdiv(pairs, chunk), parts) * chunk
-    shares = counts
-    if parts > 1:
-        shares = torch.empty(parts, block_experts, dtype=torch.int32, device=slot_ids.device)
-        own = {"chunk": chunk, "block_experts": block_experts, "num_warps": num_warps}
-        _count_kernel[(parts,)](slot_ids, shares, pairs, each, num_experts, **own, **dependent)
-    _place_kernel[(num_experts, parts)](
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    counted, num_warps, dependent = packed and pairs > _CHUNK, 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
+    if counted:
+        _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=num_warps, **dependent)
+    _place_kernel[(num_experts,)](
         slot_ids,
-        shares,
         counts,
         counts if destinations is None else destinations,
         counts if rows is None else rows,
         counts if tile_expert is None else tile_expert,
         counts if row_expert is None else row_expert,
         pairs,
-        each,
         num_experts,
         capacity,
         num_rows,
         packed=packed,
-        parts=parts,
+        counted=counted,
         want_destinations=destinations is not None,
         want_rows=rows is not None,
         want_tiles=tile_expert is not None,
         want_row_expert=row_expert is not None,
         tile=tile,
         chunk=chunk,
-        block_experts=block_experts,
+        block_experts=triton.next_power_of_2(num_experts),
         num_warps=num_warps,
         **dependent,
     )
@@ -386,9 +358,11 @@ def _move_rows_kernel(
 Mapping = Literal["all", "scatter", "listed"]
 
 
-def _pieces(count: int) -> tuple[int, int]:
-    """Blocks of columns for a program to move, of so many in all, and its warps."""
-    return 8 if count <= 8192 else 16, 4
+def _pieces(count: int, gated: bool) -> tuple[int, int]:
+    """Blocks of columns for a program to move, of so many in all, and its warps: the fastest on an H200."""
+    if count <= 8192:
+        return 8, 4
+    return (8, 1) if gated else (16, 2)
 
 
 def move_rows(
@@ -418,7 +392,7 @@ def move_rows(
         scales = torch.empty(groups, columns, padded_rows, dtype=torch.float32, device=source.device)
     items = num_rows if items is None else items
     if items:
-        pieces, num_warps = _pieces(items * columns)
+        pieces, num_warps = _pieces(items * columns, gated)
         _move_rows_kernel[(triton.cdiv(items * columns, pieces),)](
             source,
             target,
