@@ -180,13 +180,16 @@ class Cut:
     """Of a program that chooses, each by a warp."""
 
 
-_FEW = Cut(16, 16, 128, 512, 1, 3, 1)
-_MANY = Cut(64, 128, 64, 256, 4, 4, 4)
+_FIXED = Cut(16, 16, 128, 512, 1, 3, 1)
 
 
 def cut_of(tokens: int) -> Cut:
     """The same whatever the gate's type, so that the same numbers give the same bits."""
-    return _FEW if tokens <= 256 else _MANY
+    if tokens <= 8:
+        return Cut(16, 32, 128, 512, 2, 3, 1)
+    if tokens <= 256:
+        return Cut(64, 32, 128, 256, 4, 3, 1)
+    return Cut(64, 128, 64, 128 if tokens <= 2048 else 256, 4, 4, 4)
 
 
 def route(
@@ -210,7 +213,7 @@ def route(
     if tokens == 0:
         return ids, weights
     groups = config.num_groups if config.group_score != "none" else 1
-    cut = _FEW if fixed else cut_of(tokens)
+    cut = _FIXED if fixed else cut_of(tokens)
     blocks, across = triton.cdiv(tokens, cut.block_m), triton.cdiv(experts, cut.block_e)
     block_k = cut.block_k
     splits = max(1, min(triton.cdiv(width, block_k), cut.programs // ((1 if fixed else blocks) * across)))
