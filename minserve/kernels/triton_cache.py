@@ -147,9 +147,8 @@ def gqa_inputs(
 
 
 def _shares(tokens: int) -> tuple[int, int]:
-    """Values of a program that prepares heads, and its warps."""
-    del tokens
-    return 1024, 4
+    """Values of a program that prepares heads, and its warps: the fastest on an H200."""
+    return (2048, 8) if tokens <= 64 else (4096, 8) if tokens <= 256 else (1024, 1)
 
 
 @triton.jit
