@@ -4,7 +4,8 @@ The rules that make an early start safe: every program of a kernel launched with
 returns included, and calls `lead` at any time. Before `follow` it touches only what no kernel of the step writes: weights, and
 the step's own inputs (positions, lengths, pages), which lie ready before the step's first kernel, an ordinary launch; what a
 kernel wrote that its predecessor followed before it led; and what programs of its predecessor have announced (`announce`,
-`wait_for`). A kernel then starts while its predecessor drains, and what it does early overlaps with it. Knows no kernel.
+`wait_for`). Programs that wait for such have `outlast` in place of `follow`. A kernel then starts while its predecessor drains,
+and what it does early overlaps with it. Knows no kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -72,6 +73,16 @@ def wait_for(count, announced):
     """
     while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < announced:
         pass
+
+
+@triton.jit
+def outlast(program, dependent: tl.constexpr):
+    """Before each end of a program that did not `follow`: lets the first of them end no sooner than the kernel before this one.
+
+    A kernel has ended when all of its programs have, so one that waits keeps their order; the others leave room for more.
+    """
+    if program == 0:
+        follow(dependent)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertWeights
-from minserve.kernels.launch import announce, dependent_launch, follow, lead, wait_for
+from minserve.kernels.launch import announce, dependent_launch, follow, lead, outlast, wait_for
 from minserve.kernels.triton_expert_rows import experts_vector, scale_operands
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
@@ -131,7 +131,7 @@ def _product_kernel(
     expert, row = tile_pairs(slot_ids, rows, tile_expert, tile, pairs, top_k, direct, places, block_rows, columns)
     if expert < 0:
         if waits:
-            follow(dependent)
+            outlast(program, dependent)
         return
     if waits:
         wait_for(tile_ready + tile, announced)
@@ -175,7 +175,7 @@ def _product_kernel(
     if two:
         _store_rows(out, acc_2, up_acc_2, row_2, n, n_size, out_scale, gated, halves)
     if waits:
-        follow(dependent)
+        outlast(program, dependent)
     elif by_tile:
         announce(tile_ready + tile)
 
