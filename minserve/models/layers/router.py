@@ -27,8 +27,10 @@ class Router(nn.Module):
 
     def finish_load(self) -> None:
         """A gate that was stored in bf16, as most published ones are, is read as such by rows of that type: the same numbers."""
+        if self.dtype != torch.bfloat16 or self.weight.is_meta:
+            return
         narrow = self.weight.to(torch.bfloat16)
-        if self.dtype == torch.bfloat16 and torch.equal(narrow.float(), self.weight):
+        if torch.equal(narrow.float(), self.weight):
             self.weight = nn.Parameter(narrow, requires_grad=False)
 
     def forward(self, hidden: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
