@@ -19,6 +19,6 @@ def test_no_load_asks_what_one_before_it_did(monkeypatch: pytest.MonkeyPatch, ca
         return collections.defaultdict(lambda: 1.0)
 
     monkeypatch.setattr(http_table, "bench", bench)
-    rows = http_table.measure("http://127.0.0.1:9")
+    rows = http_table.measure("http://127.0.0.1:9", [*http_table.STREAMS])
     assert len(seeds) == len(set(seeds)) == 1 + len(rows)
     assert capsys.readouterr().out.count("| 1.00 / 1.00 |") == len(http_table.STREAMS)
