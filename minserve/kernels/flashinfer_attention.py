@@ -27,6 +27,10 @@ PAIRED_QUERIES = 64
 too. The grid follows from it, and a graph keeps the grid that it was recorded with: replayed with a plan for the other one, it
 leaves half of the work undone."""
 
+SMALLEST_GRAPH_TOKENS = 256
+"""A graph of more tokens serves steps that fill more than half of it; one of so many or fewer may be the smallest there is, which
+serves steps of any number."""
+
 SINGLES_SPLITS = 4
 """Most parts of a decode row's cache in a mixed step, where most of the launch's rows are empty."""
 
@@ -111,8 +115,9 @@ class FlashInferAttention:
         decode = metadata.decode_only and tokens == rows  # a mixed graph's rows may by chance all have one token
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
-        # A graph's steps fill more than half of it, so all of them run on pairs as its recording does.
-        if shape.kind == "mla" and (not self.whole_gpu or not (decode or _paired(shape, rows, tokens // 2))):
+        # All steps of a graph must run on pairs, as its recording does.
+        least = 1 if metadata.graph and tokens <= SMALLEST_GRAPH_TOKENS else tokens // 2
+        if shape.kind == "mla" and (not self.whole_gpu or not (decode or _paired(shape, rows, least))):
             return FlashInferPlan(triton, None)
         if metadata.graph:
             return self._graph_plan(metadata, shape, triton)
