@@ -135,9 +135,9 @@ class Engine:
     def _retire(self, in_flight: InFlight, launched: InFlight | None) -> list[TokenOutput]:
         """What the step in flight told once it has ended; the one launched after it runs from then on."""
         result = in_flight.result()
-        self._clock.begun(None if launched is None else launched.step, time.monotonic())
         if result.seconds is not None:
             self._clock.retired(in_flight.step, result.seconds)
+        self._clock.begun(None if launched is None else launched.step, time.monotonic())
         return self._told(self._scheduler.retire(in_flight.step, result))
 
     def _agree(self, step: ScheduledStep | None, *, idle: bool) -> Agreed:

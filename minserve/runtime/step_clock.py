@@ -15,7 +15,7 @@ SURE = 0.85
 MARGIN_SECONDS = 0.002
 """For a host that comes late."""
 FORGET = 0.1
-"""Of the difference to a longer time, for each step that took it."""
+"""Of the difference to a longer time, for each step that took it. However long that was, the next is not late for it."""
 FORGET_MAKING = 0.05
 """Of the longest making, for each step that was made faster: steps with new prompts take several times as long as others."""
 
@@ -26,6 +26,8 @@ class StepClock:
     def __init__(self, step_sizes: Sequence[int] = ()) -> None:
         """step_sizes: the tokens to which steps with prompts are padded, ascending; none: they are not."""
         self._step_sizes = step_sizes
+        self._firsts: dict[tuple[int, int], float] = {}
+        """What the first step of each kind took, which may have loaded kernels: alone it is not believed."""
         self._least: dict[tuple[int, int], float] = {}
         self._making_seconds = 0.0
         """What it takes to make a step and to launch it: the most of late."""
@@ -43,8 +45,11 @@ class StepClock:
     def retired(self, step: ScheduledStep, seconds: float) -> None:
         """What a step took on the device."""
         kind = self._kind(step)
-        before = self._least.get(kind, seconds)
-        self._least[kind] = seconds if seconds < before else before + FORGET * (seconds - before)
+        if kind not in self._firsts:
+            self._firsts[kind] = seconds
+            return
+        before = self._least.get(kind, self._firsts[kind])
+        self._least[kind] = seconds if seconds < before else before + FORGET * (min(seconds, 2 * before) - before)
 
     def seconds_left(self, now: float) -> float:
         """Until the next step has to be made; 0 or less: it is time."""
