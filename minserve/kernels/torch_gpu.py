@@ -35,6 +35,7 @@ def deterministic(device: torch.device) -> Kernels:
         linear=triton_linear.fixed_linear,
         route=functools.partial(triton_router.route, fixed=True),
         experts_flat=functools.partial(triton_experts.experts_tiled, sizes=FIXED_SIZES),
+        gqa_inputs=functools.partial(triton_cache.gqa_inputs, fixed=True),
         mla_inputs=functools.partial(triton_cache.mla_inputs, block_m=64),
         heads_linear=functools.partial(triton_cache.heads_linear, block_m=64),
     )

@@ -108,14 +108,17 @@ def gqa_inputs(
     cache: Tensor,
     slot_mapping: Tensor,
     shape: AttentionShape,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) D]: keys and values to their cache slots, the queries returned [T, Hq, D]; one launch."""
+    """qkv [T, (Hq + 2 Hkv) D]: keys and values to their cache slots, the queries returned [T, Hq, D]; one launch. `fixed`: cut in
+    the same way for any number of tokens, since the order in which a norm adds up follows from the cut."""
     tokens, heads = qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads
     q = torch.empty(tokens, shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
     block_dim = triton.next_power_of_2(shape.head_dim)
-    values, num_warps = _shares(tokens)
+    values, num_warps = _FIXED_SHARES if fixed else _shares(tokens)
     block_heads = max(1, min(values // block_dim, triton.next_power_of_2(heads)))
     _gqa_inputs_kernel[(tokens, triton.cdiv(heads, block_heads))](
         qkv,
@@ -144,6 +147,9 @@ def gqa_inputs(
         **dependent_launch(qkv.device),
     )
     return q
+
+
+_FIXED_SHARES = (1024, 4)
 
 
 def _shares(tokens: int) -> tuple[int, int]:

@@ -12,8 +12,16 @@ from gpu.runners import capture, runner_of, small_model
 from runtime.scripted import Loop
 from torch import Tensor
 
-from minserve.kernels import stacks
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, LinearWeight, RotaryTable, RouterConfig
+from minserve.kernels import stacks, triton_cache
+from minserve.kernels.interface import (
+    AttentionMetadata,
+    AttentionShape,
+    HeadNorms,
+    Kernels,
+    LinearWeight,
+    RotaryTable,
+    RouterConfig,
+)
 from minserve.request import Request, SamplingParams
 
 COUNTS = sized((1, 2, 5, 16, 40, 300, 700), (1, 9, 40))
@@ -87,6 +95,33 @@ def test_mla_inputs_of_a_row(deterministic: Kernels) -> None:
         return (*results, pages.view(-1, rank + rope)[: len(some)].clone())
 
     rows_alike(call, x)
+
+
+@pytest.mark.interpreted
+def test_grouped_query_inputs_of_a_row(deterministic: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few heads that another cut adds up a norm in another order; how it is cut also shows where nothing is in parallel."""
+    shape = AttentionShape("gqa", 4, 2, 128, 0, 128**-0.5)
+    x, norms = normal(max(COUNTS), 8 * 128), HeadNorms(normal(128), normal(128), 1e-6)
+    table, pages, cuts = RotaryTable(torch.rand(8, 128, device=DEVICE), False), normal(12, 2, 64, 2, 128), set()
+    kernel = triton_cache._gqa_inputs_kernel
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            def launch(*operands: object, **options: object) -> None:
+                cuts.add((grid[1], options["block_heads"], options["num_warps"]))
+                kernel[grid](*operands, **options)
+
+            return launch
+
+    def call(some: Tensor) -> tuple[Tensor, ...]:
+        slots, positions = torch.arange(len(some), device=DEVICE), torch.full((len(some),), 3, device=DEVICE)
+        q = deterministic.gqa_inputs(some, norms, table, positions, pages, slots, shape)
+        return (q, pages.transpose(1, 2).reshape(-1, 2, 2, 128)[: len(some)].clone())
+
+    monkeypatch.setattr(triton_cache, "_gqa_inputs_kernel", Watched())
+    rows_alike(call, x)
+    call(normal(300, 8 * 128))
+    assert len(cuts) == 1
 
 
 @pytest.mark.interpreted
