@@ -27,6 +27,7 @@ from minserve.request import SamplingParams
 from minserve.runtime.batch import Batch
 from minserve.runtime.cuda_graph import VARIANTS, StepGraphs
 from minserve.runtime.model_runner import ModelRunner, Sampled
+from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep
 
 MOST_STREAMS = 3
@@ -76,7 +77,8 @@ def check_graphs(
         return GraphVerdict(0, {})
     trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
     if runner.mixed_graphs is not None:
-        trials += [Trial(size, "argmax", size - size // 8, len(trials) + size, "mixed") for size in runner.mixed_graphs.sizes]
+        sizes = _replayed(runner.mixed_graphs.sizes, runner.limits)
+        trials += [Trial(size, "argmax", size - size // 8, len(trials) + size, "mixed") for size in sizes]
     before = _copies(runner.sampler, (*_STATE[:-1], "reals", "integers"))
     try:
         _poison(runner, ...)
@@ -105,6 +107,13 @@ def _trials(sizes: tuple[int, ...], level: Literal["fast", "full"], most_rows: i
             for real in sorted({min(real, most_rows) for real in reals}):
                 trials.append(Trial(size, variant, real, seed=len(trials)))
     return trials
+
+
+def _replayed(sizes: tuple[int, ...], limits: Limits) -> list[int]:
+    """Those that a step may need: a cache too small for a step that the size before would not hold leaves the others unused, and
+    they could only be checked with fewer tokens than they are ever replayed with."""
+    most = min(limits.num_pages * limits.page_size, limits.max_num_seqs * limits.max_model_len)
+    return [size for before, size in zip((0, *sizes), sizes, strict=False) if before < most]
 
 
 @torch.inference_mode()

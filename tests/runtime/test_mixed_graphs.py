@@ -38,6 +38,12 @@ def test_sound_graphs_pass_and_leave_nothing_behind(tiny_dir, variant, changes):
     assert not any(layer.any() for layer in runner.kv_cache)
 
 
+def test_graphs_of_more_tokens_than_the_cache_holds_are_not_tried(tiny_dir):
+    limits = make_limits(max_num_seqs=6, num_pages=2, page_size=16, max_model_len=32, vocab_size=320, chunked_prefill_size=160)
+    runner = mixed_runner(tiny_dir("qwen2_moe"), sizes=(8, 40, 160), limits=limits)
+    assert check_graphs(runner, "fast").comparisons == 4
+
+
 class Frozen(FakeGraph):
     """Reads its inputs once and for all."""
 
