@@ -15,7 +15,7 @@ import flashinfer.mla
 import torch
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape
+from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape
 from minserve.kernels.triton_attention import TritonAttention, TritonPlan
 from minserve.kernels.triton_cache import list_pages
 
@@ -26,10 +26,6 @@ PAIRED_QUERIES = 64
 """FlashInfer's MLA kernel runs on pairs of programs where a step has more queries a row than this, heads counted and empty rows
 too. The grid follows from it, and a graph keeps the grid that it was recorded with: replayed with a plan for the other one, it
 leaves half of the work undone."""
-
-SMALLEST_GRAPH_TOKENS = 256
-"""A graph of more tokens serves steps that fill more than half of it; one of so many or fewer may be the smallest there is, which
-serves steps of any number."""
 
 SINGLES_SPLITS = 4
 """Most parts of a decode row's cache in a mixed step, where most of the launch's rows are empty."""
@@ -116,7 +112,7 @@ class FlashInferAttention:
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
         # All steps of a graph must run on pairs, as its recording does.
-        least = 1 if metadata.graph and tokens <= SMALLEST_GRAPH_TOKENS else tokens // 2
+        least = 1 if metadata.graph and tokens <= LEAST_MIXED_TOKENS else tokens // 2
         if shape.kind == "mla" and (not self.whole_gpu or not (decode or _paired(shape, rows, least))):
             return FlashInferPlan(triton, None)
         if metadata.graph:

@@ -14,6 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+LEAST_MIXED_TOKENS = 256
+"""The smallest mixed graph holds so many tokens, or fewer where steps are smaller, and serves steps of any number up to that.
+Steps of a larger graph fill more than half of it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:

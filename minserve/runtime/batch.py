@@ -170,9 +170,8 @@ class BatchBuilder:
         filler = np.full(padding, self._scratch_slot)
         token_ids = np.zeros(step.num_tokens, dtype=np.int64)
         token_ids[step.num_decode_rows :] = [token for row in rows for token in row.token_ids]
-        idle = each * padding or max(
-            0, sampling - int(samples.sum())
-        )  # padding rows that sample, in a mixed step the first token
+        # Padding rows that sample: all of a decode step; those of a mixed one draw from its first token.
+        idle = each * padding or max(0, sampling - int(samples.sum()))
         sample_index = np.concatenate((ends[samples] - 1, each * (step.num_tokens + np.arange(idle))))
         sample_slots = np.concatenate((slots[samples], np.full(idle, self._scratch_slot)))
         slot_mapping = self._slot_mapping(slots[row_of], positions, write_from[row_of])

@@ -15,6 +15,7 @@ import torch
 
 from minserve.capture_flags import CaptureFlags
 from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
+from minserve.kernels.interface import LEAST_MIXED_TOKENS
 from minserve.models.sampler import Variant
 from minserve.runtime.capture_mode import capture_mode
 
@@ -24,7 +25,6 @@ WARM_UPS = 2
 """Runs before the first recording: kernels compile in the first, libraries settle their workspaces by the second."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LATER_STEP = 128
-_LEAST_MIXED_TOKENS = 256
 
 Result = TypeVar("Result")
 Work = Callable[[Variant, CaptureFlags], Result]
@@ -43,7 +43,7 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
     """Tokens of the mixed steps to capture, ascending: doubling, with one between from 1,024 to 4,096, where most are that carry
     decode rows. The last is the largest step that can be."""
     doubled = itertools.takewhile(
-        lambda size: size < max_step_tokens, (_LEAST_MIXED_TOKENS << power for power in itertools.count())
+        lambda size: size < max_step_tokens, (LEAST_MIXED_TOKENS << power for power in itertools.count())
     )
     return tuple(sorted({*doubled, *(size for size in (1536, 3072) if size < max_step_tokens), max_step_tokens}))
 

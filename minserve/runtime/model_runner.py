@@ -191,7 +191,9 @@ class ModelRunner:
         """Rows that sample in a mixed step, as many as in some captured decode step: each other number would load kernels of its
         own when it first comes, and all rows would wait for that. None stays none."""
         rows = sum(row.samples for row in step.rows)
-        return (rows and self.graphs and self.graphs.size_for(rows)) or 0
+        if not rows or self.graphs is None:
+            return 0
+        return self.graphs.size_for(rows) or 0
 
     def _in_graphs(self, rows_per_rank: int | None) -> bool:
         """Whether each rank may replay what fits its own part of the step."""
