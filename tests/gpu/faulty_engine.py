@@ -12,7 +12,7 @@ from minserve.runtime import cuda_graph, engine
 
 if __name__ == "__main__":
     build = stacks.build
-    stacks.build = lambda *arguments: disposing(build(*arguments))
+    stacks.build = lambda *arguments, **options: disposing(build(*arguments, **options))
     if os.environ["MINSERVE_TEST_FLAG"] == "off":
         cuda_graph.capture_mode = without_dispose_flag  # type: ignore[attr-defined]
     engine.leave(engine.main())
