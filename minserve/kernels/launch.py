@@ -12,10 +12,13 @@ and what it does early overlaps with it. Knows no kernel.
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
+
+_Function = TypeVar("_Function")
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels in numpy, on tensors of the CPU, and knows no PTX."""
@@ -42,6 +45,16 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
         return {"dependent": False}
     on = _supported(device.index or 0)
     return {"dependent": on, "launch_pdl": on}
+
+
+def keyed(function: _Function) -> _Function:
+    """Decorates a jit function that reads a global and is called by kernels: gives it its key in the compiler's cache at once.
+
+    Triton 3.6 leaves the globals of a function without a key out of its caller's key. A kernel's key would depend on which
+    kernel of the process came first, and a start could compile what an earlier one has compiled.
+    """
+    _ = getattr(function, "cache_key", None)  # the interpreter's functions have none
+    return function
 
 
 @triton.jit
@@ -85,6 +98,7 @@ def outlast(program, dependent: tl.constexpr):
         follow(dependent)
 
 
+@keyed
 @triton.jit
 def fetch_ahead(pointers):
     """Asks for the 128-byte lines at these addresses to be brought to the second-level cache, and waits for nothing."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.expert_tiles import Block
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import dependent_launch, follow, keyed, lead
 from minserve.kernels.triton_grouping import Tiles, tile_pairs
 from minserve.kernels.triton_values import silu_and_gate
 
@@ -48,6 +48,7 @@ def _place(words, place: tl.constexpr, scale, dtype: tl.constexpr):
     return ((((words >> (4 * place)) & 15) - 8).to(tl.float32) * scale.to(tl.float32)).to(dtype)
 
 
+@keyed
 @triton.jit
 def _multiply(acc, words, scale, a0, a1, a2, a3, a4, a5, a6, a7, fast: tl.constexpr):
     """acc plus the widened words times the inputs of each of their eight places."""
