@@ -112,10 +112,11 @@ def _one_gpu() -> list[Job]:
 
 def _several_gpus() -> list[Job]:
     found = []
-    for ranks in (2, 4, 8):
+    # As many of DeepSeek-V3's 61 layers as fit beside a KV cache.
+    for ranks, layers in ((2, 19), (4, 40), (8, 61)):
         size = ["--ep-size", str(ranks)]
         batches = ["--batch", "1", "32", "128"]
-        large = [*STEP, "configs/shapes/deepseek-v3", *size, *batches, "--layers", str(5 + ranks), "--shared-expert"]
+        large = [*STEP, "configs/shapes/deepseek-v3", *size, *batches, "--layers", str(layers), "--shared-expert"]
         skewed = [*large, "overlap", "--skew", "0.05"]
         # Qwen2's layer with the experts of Qwen3.5-397B-A17B.
         gated = [*STEP, "configs/shapes/qwen3.5-397b-a17b-experts", *size, *batches, "--shared-expert"]
