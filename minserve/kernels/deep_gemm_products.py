@@ -16,9 +16,17 @@ from torch import Tensor
 
 from minserve.kernels import triton_experts, triton_linear
 from minserve.kernels.expert_choices import ExpertChoices
-from minserve.kernels.interface import ExpertWeights, LinearWeight
+from minserve.kernels.interface import ExpertWeights, Fp8Rows, LinearWeight
 from minserve.kernels.triton_exchange import dequantize_rows, scatter_quantized
-from minserve.kernels.triton_grouping import FP8_BLOCK, Placement, combine, move_rows, place_contiguous, place_masked
+from minserve.kernels.triton_grouping import (
+    FP8_BLOCK,
+    Placement,
+    combine,
+    fp8_rows,
+    move_rows,
+    place_contiguous,
+    place_masked,
+)
 from minserve.kernels.triton_masked import masked_rows
 
 BLOCK_ROWS = 128
@@ -66,17 +74,23 @@ class DeepGemmProducts:
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations, but for a few rows."""
-        if weight.scale is None or x.dtype != torch.bfloat16:
-            return triton_linear.linear(x, weight, bias)
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if triton_linear.path_of(rows, weight) != "tiles" or rows.shape[0] == 0 or n_size % 64 or k_size % FP8_BLOCK:
+        if not self.takes_fp8(rows.shape[0], x.dtype, weight):
             return triton_linear.linear(x, weight, bias)
-        quantised, scales = move_rows(rows, rows.shape[0], quantize=True)
-        assert scales is not None
-        out = torch.empty(rows.shape[0], n_size, dtype=x.dtype, device=x.device)
-        self.calls.dense_fp8((quantised, scales[0]), (weight.weight, weight.scale), out)
-        out = out.view(*x.shape[:-1], n_size)
+        return self.linear_fp8(fp8_rows(rows), weight, bias).view(*x.shape[:-1], n_size)
+
+    def takes_fp8(self, rows: int, dtype: torch.dtype, weight: LinearWeight) -> bool:
+        """Whether `linear` quantises so many rows of that type for the weight, so that it may as well be given FP8."""
+        n_size, k_size = weight.weight.shape
+        if weight.scale is None or dtype != torch.bfloat16 or rows == 0 or n_size % 64 or k_size % FP8_BLOCK:
+            return False
+        return triton_linear.path_of(rows, dtype, weight) == "tiles"
+
+    def linear_fp8(self, x: Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+        """x [T, K] times FP8 weight [N, K] transposed, plus bias [N]: bf16 [T, N]."""
+        out = torch.empty(x.values.shape[0], weight.weight.shape[0], dtype=torch.bfloat16, device=x.values.device)
+        self.calls.dense_fp8((x.values, x.scales), (weight.weight, weight.scale), out)
         return out if bias is None else out + bias
 
     def experts_flat(

@@ -15,9 +15,10 @@ import flashinfer.mla
 import torch
 from torch import Tensor
 
-from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape
+from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows
 from minserve.kernels.triton_attention import TritonAttention, TritonPlan
 from minserve.kernels.triton_cache import list_pages
+from minserve.kernels.triton_grouping import FP8_BLOCK, fp8_rows
 
 WORKSPACE_BYTES = 128 << 20
 """Partial results of split caches; one for all wrappers, which never run at the same time."""
@@ -211,6 +212,14 @@ class FlashInferAttention:
         decoded = self.triton.gqa(q[:rows], cache, alone, shape, wrapper.singles.plan)
         out[:rows] = torch.where(wrapper.singles.mask[:rows, None, None], decoded, out[:rows])
         return out
+
+    def gqa_fp8(
+        self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: FlashInferPlan
+    ) -> Fp8Rows:
+        """`gqa` of bf16 queries, quantised: [T, Hq * D]; by a launch of its own where FlashInfer computes it."""
+        if (plan.wrapper is None or cache.dtype != _DTYPE) and shape.head_dim % FP8_BLOCK == 0:
+            return self.triton.gqa_fp8(q, cache, metadata, shape, plan.triton)
+        return fp8_rows(self.gqa(q, cache, metadata, shape, plan).flatten(1))
 
     def mla(
         self,

@@ -95,6 +95,16 @@ class LinearWeight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows as a product with an FP8 weight reads them: each 128 columns of a row are `values` times one of `scales`."""
+
+    values: Tensor
+    """FP8 [T, K]; K is a multiple of 128."""
+    scales: Tensor
+    """fp32 [T, K / 128], rows fastest, columns a multiple of four rows apart: amax over 448, and amax is at least 1e-4."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The rank's experts, stacked by slot. Gate rows first, then up rows, not interleaved.
 
@@ -133,6 +143,28 @@ class RouterConfig:
     """routed_scaling_factor as the family applies it; always folded into the weights here, exactly once."""
     always_on: int = 0
     """Slots behind the E routed experts' that every token takes as well, with weight 1: a shared expert's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fp8RowKernels:
+    """Entries that hand rows to a linear layer in FP8, so that it need not quantise them itself.
+
+    Those named as an entry of `Kernels` take its inputs, and give what it gives, to the bit, quantised: K is the layer's width.
+    """
+
+    takes: Callable[[int, torch.dtype, LinearWeight], bool]
+    """(rows, their type, weight): whether `Kernels.linear` would quantise so many. Only then may the others be called."""
+    linear: Callable[[Fp8Rows, LinearWeight, Tensor | None], Tensor]
+    """(x, weight, bias [N] or None) -> bf16 [T, N]"""
+    rms_norm: Callable[[Tensor, Tensor, float], Fp8Rows]
+    """x view [T, K]"""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Fp8Rows, Tensor]]
+    silu_and_mul: Callable[[Tensor], Fp8Rows]
+    """[T, 2K] -> [T, K], which alone is not rounded before it is quantised."""
+    heads_linear: Callable[[Tensor, Tensor], Fp8Rows]
+    """-> [T, Hq * N]"""
+    gqa_attention: Callable[[Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Fp8Rows]
+    """-> [T, Hq * D]"""
 
 
 def _nothing_to_forget() -> None:
@@ -185,6 +217,8 @@ class Kernels:
     [slots], token_counts int32 [slots, V]) -> tokens int64 [N], which those four are told of."""
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """x [T, H] -> FP8 [T, H], scales fp32 [T, ceil(H / 128)]: for rows that travel to FP8 experts of other ranks."""
+    fp8_rows: Fp8RowKernels | None = None
+    """For a stack whose `linear` quantises rows for FP8 weights; None where it never does."""
     keeps_fp8: bool = False
     """True when `linear` and the experts take FP8 weights with their block scales; otherwise the loader widens them."""
     keeps_int4: bool = False

@@ -18,6 +18,8 @@ from minserve.kernels.interface import (
     AttentionMetadata,
     AttentionShape,
     ExpertWeights,
+    Fp8RowKernels,
+    Fp8Rows,
     HeadNorms,
     Kernels,
     LinearWeight,
@@ -87,6 +89,41 @@ def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights are widened first: no activation is quantised."""
     return F.linear(x, widen(weight.weight, weight.scale, x.dtype), bias)
+
+
+def quantize(x: Tensor) -> Fp8Rows:
+    """x view [T, K], K a multiple of 128, each 128 columns of a row over what brings their amax (at least 1e-4) to 448."""
+    groups = x.float().unflatten(-1, (-1, FP8_BLOCK))
+    scales = groups.abs().amax(-1).clamp(min=1e-4) / 448.0
+    values = (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    padded = scales.new_zeros(scales.shape[1], -(-x.shape[0] // 4) * 4)
+    padded[:, : x.shape[0]] = scales.t()
+    return Fp8Rows(values, padded.t()[: x.shape[0]])
+
+
+def fp8_rows(dtype: torch.dtype) -> Fp8RowKernels:
+    """The entries for a stack whose `linear` quantises all rows of that type for FP8 weights, if K is a multiple of 128."""
+
+    def takes(rows: int, row_type: torch.dtype, weight: LinearWeight) -> bool:
+        return rows > 0 and row_type == dtype and weight.scale is not None and weight.weight.shape[1] % FP8_BLOCK == 0
+
+    def linear_fp8(x: Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+        wide = x.values.float() * x.scales.repeat_interleave(FP8_BLOCK, dim=1)
+        return linear(wide, weight, None if bias is None else bias.float()).to(dtype)
+
+    def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+        normed, total = add_rms_norm(x, residual, weight, eps)
+        return quantize(normed), total
+
+    return Fp8RowKernels(
+        takes=takes,
+        linear=linear_fp8,
+        rms_norm=lambda x, weight, eps: quantize(rms_norm(x, weight, eps)),
+        add_rms_norm=add_rms_norm_fp8,
+        silu_and_mul=lambda x: quantize(silu_and_mul(x.float())),
+        heads_linear=lambda x, weight: quantize(heads_linear(x, weight).flatten(1)),
+        gqa_attention=lambda *arguments: quantize(gqa_attention(*arguments).flatten(1)),
+    )
 
 
 def route(

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors
+from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
+from minserve.kernels.triton_values import fp8_groups, fp8_scale
 
 
 @triton.jit
@@ -35,6 +37,7 @@ def _attention_kernel(
     seq_lens,
     query_start,
     out,
+    out_scales,
     partial,
     partial_lse,
     scale,
@@ -53,12 +56,16 @@ def _attention_kernel(
     head_stride,
     value_offset,
     table_stride,
+    scale_stride,
     head_dim: tl.constexpr,
     tail_dim: tl.constexpr,
     page_size: tl.constexpr,
     decode: tl.constexpr,
     split: tl.constexpr,
     latent: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
+    fp8_block: tl.constexpr,
     dependent: tl.constexpr,
     early: tl.constexpr,
     block_m: tl.constexpr,
@@ -174,12 +181,22 @@ def _attention_kernel(
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     flat = token * num_heads + head
-    result = acc.to(out.dtype.element_ty)
-    target = out + flat[:, None] * head_dim + dims[None, :]
+    done = real
     if split:
         # A row of one part is done here.
-        whole = each >= seq_len
-        tl.store(target, result, mask=(real & whole & (part == 0))[:, None] & in_dims[None, :])
+        done = real & (each >= seq_len) & (part == 0)
+    result = acc.to(q_tile.dtype)
+    target = out + flat[:, None] * head_dim + dims[None, :]
+    if quantize:
+        values, scales = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)
+        tl.store(target, values.to(out.dtype.element_ty), mask=done[:, None] & in_dims[None, :])
+        in_head = tl.arange(0, block_d // fp8_block)
+        group = head[:, None] * (head_dim // fp8_block) + in_head[None, :]
+        spot = out_scales + group * scale_stride + token[:, None]
+        tl.store(spot, scales, mask=done[:, None] & (in_head < head_dim // fp8_block)[None, :])
+    else:
+        tl.store(target, result, mask=done[:, None] & in_dims[None, :])
+    if split:
         real = real & (each < seq_len)
         lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         flat = flat * num_splits + part
@@ -188,8 +205,6 @@ def _attention_kernel(
         tl.store(
             partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & (start < stop))[:, None] & in_dims[None, :]
         )
-    else:
-        tl.store(target, result, mask=real[:, None] & in_dims[None, :])
 
 
 @triton.jit
@@ -197,11 +212,15 @@ def _merge_kernel(
     partial,
     partial_lse,
     out,
+    out_scales,
     seq_lens,
     num_splits,
     wanted,
     num_heads,
+    scale_stride,
     head_dim: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
     dependent: tl.constexpr,
     block_splits: tl.constexpr,
     block_d: tl.constexpr,
@@ -225,7 +244,15 @@ def _merge_kernel(
     values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
     whole = tl.sum(weights, axis=0)
     result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
+    if quantize:
+        # A program's dims are one group.
+        wide = result.to(tl.bfloat16).to(tl.float32)
+        scale = tl.max(fp8_scale(wide[None, :], fp8_max), axis=0)
+        group = flat % num_heads * tl.num_programs(1) + tl.program_id(1)
+        tl.store(out_scales + group * scale_stride + flat // num_heads, scale)
+        tl.store(out + flat * head_dim + dims, (wide / scale).to(out.dtype.element_ty), mask=dims < head_dim)
+    else:
+        tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,7 +315,16 @@ class TritonAttention:
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
-        return self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan, out)
+        return out
+
+    def gqa_fp8(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Fp8Rows:
+        """`gqa` of bf16 queries, quantised: [T, Hq * D]; D is a multiple of 128."""
+        out = empty_fp8_rows(q.shape[0], shape.num_heads * shape.head_dim, q.device)
+        strides = cache.stride(2), cache.stride(3), cache.stride(1)
+        self._run(q, None, cache, strides, metadata, shape, plan, out.values, out.scales)
+        return out
 
     def mla(
         self,
@@ -300,7 +336,9 @@ class TritonAttention:
         plan: TritonPlan,
     ) -> Tensor:
         """q_latent [T, Hq, R] and q_rope [T, Hq, P] over cache [pages, page_size, R + P]: the mean latent [T, Hq, R]."""
-        return self._run(q_latent, q_rope, cache, (cache.stride(1), 0, 0), metadata, shape, plan)
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        self._run(q_latent, q_rope, cache, (cache.stride(1), 0, 0), metadata, shape, plan, out)
+        return out
 
     def _run(
         self,
@@ -311,12 +349,13 @@ class TritonAttention:
         metadata: AttentionMetadata,
         shape: AttentionShape,
         plan: TritonPlan,
-    ) -> Tensor:
-        """`strides`: of a token, of a key-value head, and from a key to its value."""
+        out: Tensor,
+        scales: Tensor | None = None,
+    ) -> None:
+        """`strides`: of a token, of a key-value head, and from a key to its value. `scales`: of `out`, where it is FP8."""
         tokens, heads, head_dim = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tokens == 0:
-            return out
+            return
         tiles, group, rows = _tiles(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
         blocks_per_row = triton.cdiv(group, tiles.block_m)
         blocks = rows * blocks_per_row if plan.decode else tokens * group // tiles.block_m + rows
@@ -328,6 +367,8 @@ class TritonAttention:
         # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
         few = blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
         dependent = dependent_launch(q.device)
+        scale_stride = 0 if scales is None else scales.stride(1)
+        quantizing = {"quantize": scales is not None, "fp8_max": FP8_MAX}
         parts = {"least_part": tiles.block_n if few else _LEAST_PART, "long_part": _LONG_PART}
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
@@ -337,6 +378,7 @@ class TritonAttention:
             metadata.seq_lens,
             metadata.query_start_loc,
             out,
+            out if scales is None else scales,
             partial,
             lse,
             shape.scale * math.log2(math.e),
@@ -353,12 +395,15 @@ class TritonAttention:
             cache.stride(0),
             *strides,
             metadata.page_table.stride(0),
+            scale_stride,
             head_dim=head_dim,
             tail_dim=0 if q_tail is None else q_tail.shape[2],
             page_size=metadata.page_size,
             decode=plan.decode,
             split=splits > 1,
             latent=q_tail is not None,
+            **quantizing,
+            fp8_block=FP8_BLOCK,
             block_m=tiles.block_m,
             block_n=tiles.block_n,
             block_d=block_d,
@@ -377,11 +422,14 @@ class TritonAttention:
                 partial,
                 lse,
                 out,
+                out if scales is None else scales,
                 metadata.seq_lens,
                 splits,
                 plan.wanted,
                 heads,
+                scale_stride,
                 head_dim=head_dim,
+                **quantizing,
                 block_splits=triton.next_power_of_2(splits),
                 block_d=merge_d,
                 block_n=tiles.block_n,
@@ -389,4 +437,3 @@ class TritonAttention:
                 num_warps=4,
                 **dependent,
             )
-        return out

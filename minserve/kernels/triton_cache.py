@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionShape, HeadNorms, RotaryTable
+from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
+from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows, fp8_rows
+from minserve.kernels.triton_values import fp8_groups
 
 
 @triton.jit
@@ -320,12 +322,17 @@ def _heads_kernel(
     x,
     weight,
     out,
+    scales,
     tokens,
     num_heads,
     w_head_stride,
     w_out_stride,
+    scale_stride,
     width: tl.constexpr,
     out_width: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
+    fp8_block: tl.constexpr,
     dependent: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -350,29 +357,62 @@ def _heads_kernel(
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     flat = (token[:, None].to(tl.int64) * num_heads + head) * out_width + column[None, :]
     inside = (token < tokens)[:, None] & (column < out_width)[None, :]
-    tl.store(out + flat, acc.to(out.dtype.element_ty), mask=inside)
+    result = acc.to(x.dtype.element_ty)
+    if quantize:
+        values, scale = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)
+        group = tl.program_id(2) * (block_n // fp8_block) + tl.arange(0, block_n // fp8_block)
+        spot = scales + (head * (out_width // fp8_block) + group)[None, :] * scale_stride + token[:, None]
+        tl.store(spot, scale, mask=(token < tokens)[:, None] & (group < out_width // fp8_block)[None, :])
+        tl.store(out + flat, values.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + flat, result, mask=inside)
+
+
+FINE_TOKENS = 16
+"""With so few tokens a head's columns are cut finer, since there are few programs."""
 
 
 def heads_linear(x: Tensor, weight: Tensor, *, block_m: int | None = None) -> Tensor:
     """x [T, Hq, K] times each head's weight view [Hq, K, N], whose K is contiguous: [T, Hq, N]."""
+    tokens, heads, _ = x.shape
+    out = torch.empty(tokens, heads, weight.shape[2], dtype=x.dtype, device=x.device)
+    block_n = 32 if tokens <= FINE_TOKENS and block_m is None else 128
+    _launch_heads(x, weight, out, None, block_m, max(16, min(block_n, triton.next_power_of_2(weight.shape[2]))))
+    return out
+
+
+def heads_linear_fp8(x: Tensor, weight: Tensor) -> Fp8Rows:
+    """`heads_linear`, quantised: [T, Hq * N]; with few tokens, or an N that is no multiple of 128, by a launch of its own."""
+    tokens, heads, _ = x.shape
+    if tokens <= FINE_TOKENS or weight.shape[2] % FP8_BLOCK:
+        return fp8_rows(heads_linear(x, weight).flatten(1))
+    out = empty_fp8_rows(tokens, heads * weight.shape[2], x.device)
+    _launch_heads(x, weight, out.values, out.scales, None, FP8_BLOCK)
+    return out
+
+
+def _launch_heads(x: Tensor, weight: Tensor, out: Tensor, scales: Tensor | None, block_m: int | None, block_n: int) -> None:
+    """Into `out` [T, Hq, N], and `scales` where it is FP8."""
     tokens, heads, width = x.shape
     out_width = weight.shape[2]
-    out = torch.empty(tokens, heads, out_width, dtype=x.dtype, device=x.device)
     if tokens == 0:
-        return out
-    block_n = 32 if tokens <= 16 and block_m is None else 128
+        return
     block_m = block_m or (16 if tokens <= 64 else 64)
-    block_n = max(16, min(block_n, triton.next_power_of_2(out_width)))
     _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(out_width, block_n))](
         x,
         weight,
         out,
+        out if scales is None else scales,
         tokens,
         heads,
         weight.stride(0),
         weight.stride(2),
+        0 if scales is None else scales.stride(1),
         width=width,
         out_width=out_width,
+        quantize=scales is not None,
+        fp8_max=FP8_MAX,
+        fp8_block=FP8_BLOCK,
         block_m=block_m,
         block_n=block_n,
         block_k=max(16, min(128, triton.next_power_of_2(width))),
@@ -380,7 +420,6 @@ def heads_linear(x: Tensor, weight: Tensor, *, block_m: int | None = None) -> Te
         num_warps=4 if block_m == 16 else 8,
         **dependent_launch(x.device),
     )
-    return out
 
 
 @triton.jit

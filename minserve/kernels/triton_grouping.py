@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS
+from minserve.kernels.interface import Fp8Rows
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_values import fp8_scale, silu_and_gate
 
@@ -418,6 +419,20 @@ def move_rows(
     if scales is None:
         return target, None
     return target, scales.transpose(1, 2)[:, :group_rows]
+
+
+def empty_fp8_rows(num_rows: int, width: int, device: torch.device) -> Fp8Rows:
+    """Memory for rows whose width is a multiple of 128; TMA wants the columns of scales to begin at multiples of 16 bytes."""
+    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(width // FP8_BLOCK, triton.cdiv(num_rows, 4) * 4, dtype=torch.float32, device=device)
+    return Fp8Rows(values, scales.t()[:num_rows])
+
+
+def fp8_rows(source: Tensor, *, gated: bool = False) -> Fp8Rows:
+    """Rows [T, K], or with `gated` SiLU-and-multiplied ones [T, 2K], quantised by a launch of their own."""
+    values, scales = move_rows(source, source.shape[0], gated=gated, quantize=True)
+    assert scales is not None
+    return Fp8Rows(values, scales[0])
 
 
 @triton.jit

@@ -208,10 +208,10 @@ def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor
     _launch(_skinny_kernel, 1, rows, weight, bias, out, block_n, **sizes)
 
 
-def path_of(rows: Tensor, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
+def path_of(count: int, row_type: torch.dtype, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
     """The fastest kernel by the sizes alone, as measured on an H200; "tiles" for many rows, which are torch's if unscaled."""
-    (n_size, k_size), count = weight.weight.shape, rows.shape[0]
-    if rows.element_size() != 2:
+    n_size, k_size = weight.weight.shape
+    if row_type.itemsize != 2:
         return "tiles"
     if weight.scale is None:
         if count <= VECTOR_ROWS:
@@ -227,7 +227,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]."""
     n_size, k_size = weight.weight.shape
     rows = x.reshape(-1, k_size)
-    m_size, path = rows.shape[0], path_of(rows, weight)
+    m_size, path = rows.shape[0], path_of(rows.shape[0], x.dtype, weight)
     if m_size == 0 or (path == "tiles" and weight.scale is None):
         return F.linear(x, weight.weight, bias) if weight.scale is None else x.new_empty(*x.shape[:-1], n_size)
     out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.interface import Fp8Rows
 from minserve.kernels.launch import dependent_launch, follow, lead
-from minserve.kernels.triton_values import silu_and_gate
+from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
+from minserve.kernels.triton_values import fp8_groups, silu_and_gate
 
 
 @triton.jit
@@ -22,14 +24,19 @@ def _rms_norm_kernel(
     residual,
     weight,
     out,
+    scales,
     total,
     num_rows,
     inner_rows,
     width,
     outer_stride,
     inner_stride,
+    scale_stride,
     eps,
     add: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
+    fp8_block: tl.constexpr,
     dependent: tl.constexpr,
     block_rows: tl.constexpr,
     block_width: tl.constexpr,
@@ -48,7 +55,15 @@ def _rms_norm_kernel(
         tl.store(total + flat, rounded, mask=inside)
         wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
-    tl.store(out + flat, (wide * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), mask=inside)
+    normed = (wide * scale[:, None] * gain[None, :]).to(x.dtype.element_ty)
+    if quantize:
+        values, scale = fp8_groups(normed.to(tl.float32), fp8_max, fp8_block)
+        group = tl.arange(0, block_width // fp8_block)
+        spot = scales + group[None, :] * scale_stride + rows[:, None]
+        tl.store(spot, scale, mask=(rows < num_rows)[:, None] & (group * fp8_block < width)[None, :])
+        tl.store(out + flat, values.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + flat, normed, mask=inside)
 
 
 @triton.jit
@@ -74,12 +89,27 @@ def _as_rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    width = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
+    _launch_norm(x, residual, weight, eps, out, None, total)
+    return out, total
+
+
+def _norm_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    out = empty_fp8_rows(x.shape[0], x.shape[1], x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, residual, weight, eps, out.values, out.scales, total)
+    return out, total
+
+
+def _launch_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None, total: Tensor
+) -> None:
+    """`total` is written where there is a residual, `scales` where there are any."""
+    width = x.shape[-1]
     x, rows, inner_rows, outer_stride, inner_stride = _as_rows(x)
     if rows == 0:
-        return out, total
+        return
     block_width = triton.next_power_of_2(width)
     block_rows = max(1, 2048 // block_width)
     _rms_norm_kernel[(triton.cdiv(rows, block_rows),)](
@@ -87,20 +117,24 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         x if residual is None else residual.contiguous(),
         weight,
         out,
+        out if scales is None else scales,
         total,
         rows,
         inner_rows,
         width,
         outer_stride,
         inner_stride,
+        0 if scales is None else scales.stride(1),
         eps,
         add=residual is not None,
+        quantize=scales is not None,
+        fp8_max=FP8_MAX,
+        fp8_block=FP8_BLOCK,
         block_rows=block_rows,
         block_width=block_width,
         num_warps=8 if block_rows * block_width > 2048 else 4,
         **dependent_launch(x.device),
     )
-    return out, total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -111,6 +145,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed."""
     return _norm(x, residual, weight, eps)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """`rms_norm` of x view [T, K], K a multiple of 128, quantised."""
+    return _norm_fp8(x, None, weight, eps)[0]
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    """`add_rms_norm` of x and residual [T, K], K a multiple of 128, the norm quantised."""
+    return _norm_fp8(x, residual, weight, eps)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

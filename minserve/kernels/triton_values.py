@@ -26,3 +26,13 @@ def as_half(values):
 def fp8_scale(values, fp8_max: tl.constexpr):
     """What to divide each row of values by to fit FP8: its amax, at least 1e-4, over fp8_max."""
     return tl.maximum(tl.max(tl.abs(values), axis=1), 1e-4) / fp8_max
+
+
+@triton.jit
+def fp8_groups(values, fp8_max: tl.constexpr, block: tl.constexpr):
+    """Rows of values [M, N] over the FP8 scale of each `block` columns, and those scales [M, N / block]."""
+    rows: tl.constexpr = values.shape[0]
+    groups: tl.constexpr = values.shape[1] // block
+    grouped = tl.reshape(values, [rows * groups, block])
+    scale = fp8_scale(grouped, fp8_max)
+    return tl.reshape(grouped / scale[:, None], [rows, groups * block]), tl.reshape(scale, [rows, groups])

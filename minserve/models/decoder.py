@@ -27,11 +27,18 @@ from minserve.models.model_config import ModelConfig
 class DecoderLayer(nn.Module):
     """Attention, then experts or a dense MLP; each reads the norm of the residual stream and adds to it."""
 
-    def __init__(self, index: int, attention: nn.Module, shared: str, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(
+        self,
+        index: int,
+        attention: GroupedQueryAttention | MultiHeadLatentAttention,
+        shared: str,
+        config: ModelConfig,
+        build: BuildContext,
+    ) -> None:
         super().__init__()
         prefix, moe = f"model.layers.{index}", config.moe
         self.attention = attention
-        self.mlp: nn.Module
+        self.mlp: MixtureOfExperts | GatedMLP
         if moe is not None and moe.sparse_layers[index]:
             self.mlp = MixtureOfExperts(f"{prefix}.mlp", shared, config.hidden_size, moe, build)
         else:
@@ -43,14 +50,12 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext, lanes: Lanes | None
     ) -> tuple[Tensor, Tensor]:
         """(what this layer's second half adds, the stream without it): the next norm sums them, so that one kernel does both."""
-        if residual is None:
-            normed, residual = self.input_norm(hidden), hidden
-        else:
-            normed, residual = self.input_norm.add(hidden, residual)
+        normed, residual = self.input_norm.read_by(self.attention.reader, hidden, residual)
         attended = self.attention(normed, positions, ctx)
-        normed, residual = self.post_norm.add(attended, residual)
         if isinstance(self.mlp, MixtureOfExperts):
+            normed, residual = self.post_norm.add(attended, residual)
             return self.mlp(normed, ctx, lanes), residual
+        normed, residual = self.post_norm.read_by(self.mlp.gate_up, attended, residual)
         return self.mlp(normed), residual
 
 

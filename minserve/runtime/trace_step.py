@@ -20,7 +20,16 @@ from rich.table import Table
 from torch import Tensor
 
 from minserve.errors import EnvironmentFault
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, ExpertWeights, Kernels, LinearWeight, RotaryTable
+from minserve.kernels.interface import (
+    AttentionMetadata,
+    AttentionShape,
+    ExpertWeights,
+    Fp8RowKernels,
+    Fp8Rows,
+    Kernels,
+    LinearWeight,
+    RotaryTable,
+)
 from minserve.models.decoder import Decoder
 from minserve.runtime.cuda_graph import CudaRecorder
 from minserve.runtime.graph_edges import Edge, edges_of
@@ -28,6 +37,8 @@ from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.step import ScheduledStep
 
 _ATTENTION = ("gqa_attention", "mla_attention")
+_FP8_ENTRIES = ("linear", "rms_norm", "add_rms_norm", "silu_and_mul", "heads_linear", "gqa_attention")
+"""Those that have a twin which reads or writes FP8 rows: both are called alike."""
 _ENTRIES = (
     *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
     *_ATTENTION,
@@ -172,8 +183,13 @@ def _recording(kernels: Kernels, moved: dict[str, float], seq_lens: Sequence[int
 
         return recorded
 
-    wrapped: dict[str, Any] = {entry: wrap(entry, getattr(kernels, entry)) for entry in _ENTRIES}
-    return dataclasses.replace(kernels, **wrapped)
+    def wrapped(table: Kernels | Fp8RowKernels, entries: Sequence[str]) -> dict[str, Any]:
+        return {entry: wrap(entry, getattr(table, entry)) for entry in entries}
+
+    fp8 = kernels.fp8_rows
+    if fp8 is not None:
+        fp8 = dataclasses.replace(fp8, **wrapped(fp8, _FP8_ENTRIES))
+    return dataclasses.replace(kernels, fp8_rows=fp8, **wrapped(kernels, _ENTRIES))
 
 
 def _label(entry: str, arguments: tuple[Any, ...]) -> str:
@@ -187,7 +203,7 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
         shape = next(argument for argument in arguments if isinstance(argument, AttentionShape))
         cache = arguments[1] if entry == "gqa_attention" else arguments[2]
         token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
-        return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, (arguments[0], result))))
+        return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, _tensors((arguments[0], result)))))
     if entry == "experts_flat":
         x, slots, _, experts = arguments
         held = sum(map(_size, _tensors(experts))) / len(experts.w13)
@@ -207,7 +223,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, (LinearWeight, ExpertWeights)):
+    elif isinstance(value, (LinearWeight, Fp8Rows, ExpertWeights)):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
     else:

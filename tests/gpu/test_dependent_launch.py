@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minserve.kernels.interface import (
     AttentionShape,
+    Fp8Rows,
     HeadNorms,
     Kernels,
     LinearWeight,
@@ -55,6 +56,18 @@ def table(rot: int) -> RotaryTable:
 def norm(kernels: Kernels, rows: int) -> Case:
     x, residual, weight = normal(rows, 2048), normal(rows, 2048), normal(2048)
     return Case([x], lambda: kernels.add_rms_norm(x, residual, weight, 1e-6))
+
+
+def norm_into_fp8(kernels: Kernels, rows: int) -> Case:
+    from minserve.kernels.triton_rows import add_rms_norm_fp8
+
+    del kernels
+    x, residual, weight = normal(rows, 2048), normal(rows, 2048), normal(2048)
+    return Case([x], lambda: parts_of(*add_rms_norm_fp8(x, residual, weight, 1e-6)))
+
+
+def parts_of(rows: Fp8Rows, *others: Tensor) -> tuple[Tensor, ...]:
+    return rows.values, rows.scales, *others
 
 
 def activation(kernels: Kernels, rows: int) -> Case:
@@ -103,6 +116,23 @@ def gqa_attention(kernels: Kernels, rows: int) -> Case:
     return Case([q, layer], lambda: kernels.gqa_attention(q, layer, metadata, GQA, plan))
 
 
+def gqa_attention_into_fp8(kernels: Kernels, rows: int) -> Case:
+    from minserve.kernels.triton_attention import TritonAttention
+
+    del kernels
+    metadata = step([1] * rows, [random.randint(65, 200) for _ in range(rows)], 64)
+    q, layer, engine = normal(rows, 32, 128), cache(metadata, GQA), TritonAttention(DEVICE)
+    return Case([q, layer], lambda: parts_of(engine.gqa_fp8(q, layer, metadata, GQA, engine.plan(metadata, GQA))))
+
+
+def heads_linear_into_fp8(kernels: Kernels, rows: int) -> Case:
+    from minserve.kernels.triton_cache import heads_linear_fp8
+
+    del kernels
+    x, weight = normal(rows, 16, 512), normal(16, 128, 512).transpose(1, 2)
+    return Case([x], lambda: parts_of(heads_linear_fp8(x, weight)))
+
+
 def mla_attention(kernels: Kernels, rows: int) -> Case:
     metadata = step([1] * rows, [random.randint(65, 200) for _ in range(rows)], 64)
     latent, rope, layer = normal(rows, 16, 512), normal(rows, 16, 64), cache(metadata, MLA)
@@ -145,6 +175,7 @@ def record_tokens(kernels: Kernels, rows: int) -> Case:
 
 CASES = [
     norm,
+    norm_into_fp8,
     activation,
     linear,
     fp8_linear,
@@ -153,6 +184,8 @@ CASES = [
     mla_inputs,
     heads_linear,
     gqa_attention,
+    gqa_attention_into_fp8,
+    heads_linear_into_fp8,
     mla_attention,
     experts,
     fp8_experts,

@@ -23,7 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from minserve.kernels import torch_gpu, triton_cache, triton_exchange, triton_grouping, triton_masked
+from minserve.kernels import (
+    torch_gpu,
+    triton_attention,
+    triton_cache,
+    triton_exchange,
+    triton_grouping,
+    triton_masked,
+    triton_rows,
+)
 from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.interface import (
     AttentionMetadata,
@@ -215,6 +223,7 @@ def around_vendor_kernels(kernels: Kernels) -> None:
         values, scales = triton_exchange.quantize_rows(empty(256, 2048))
         triton_exchange.scatter_quantized(values, scales, place.destinations, place.num_rows, top_k=8, groups=groups)
     triton_grouping.move_rows(empty(256, 2048), 256, quantize=True)
+    into_fp8_rows()
     for quantize in (False, True):
         triton_masked.masked_rows(empty(16, 128, 2048), counts, quantize=quantize)
         triton_masked.masked_rows(empty(16, 128, 1536), counts, gated=True, quantize=quantize)
@@ -223,6 +232,19 @@ def around_vendor_kernels(kernels: Kernels) -> None:
     triton_cache.list_pages(
         torch.zeros(8, 32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), PAGE, torch.zeros(256, dtype=torch.int32)
     )
+
+
+def into_fp8_rows() -> None:
+    """Producers that quantise for DeepGEMM."""
+    shape = AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5)
+    for tokens in (32, 128):
+        for width in (2048, 7168):
+            triton_rows.rms_norm_fp8(empty(tokens, width), empty(width), 1e-6)
+            triton_rows.add_rms_norm_fp8(empty(tokens, width), empty(tokens, width), empty(width), 1e-6)
+        meta, attention = metadata(1, tokens, 2048), triton_attention.TritonAttention(DEVICE)
+        cache = empty(64, *kv_page_shape(shape, PAGE))
+        attention.gqa_fp8(empty(tokens, 32, 128), cache, meta, shape, attention.plan(meta, shape))
+        triton_cache.heads_linear_fp8(empty(tokens, 128, 512), empty(128, 128, 512).transpose(1, 2))
 
 
 def resources(kernel: Any) -> dict[str, int]:

@@ -53,6 +53,28 @@ def test_kept_and_widened_agree(name, tmp_path):
     assert_same_logits(*(PagedSteps(model).step([("r", tokens)])[0] for model in (kept, widened)))
 
 
+@pytest.mark.parametrize("name", sorted(ALIGNED))
+def test_rows_quantised_where_they_are_made_are_the_same(name, tmp_path):
+    """A layer that quantises its rows and one that is handed them in FP8, so far as their width has whole blocks."""
+    handed, plain = [], reference.fp8_rows(torch.float32)
+
+    def takes(rows, dtype, weight):
+        handed.append(plain.takes(rows, dtype, weight))
+        return handed[-1]
+
+    def quantising(x, weight, bias):
+        if plain.takes(x.shape[0], x.dtype, weight):
+            return plain.linear(reference.quantize(x), weight, bias)
+        return KEPT.linear(x, weight, bias)
+
+    directory = _twin(name, tmp_path)
+    one = load(directory, dataclasses.replace(KEPT, linear=quantising))
+    other = load(directory, dataclasses.replace(KEPT, linear=quantising, fp8_rows=dataclasses.replace(plain, takes=takes)))
+    tokens = prompt(40, seed=1)
+    assert torch.equal(*(PagedSteps(model).step([("r", tokens)])[0] for model in (one, other)))
+    assert any(handed)
+
+
 def test_what_stays_fp8(tmp_path):
     """All projections that the kernels multiply with; the router, the head and the absorbed kv_b are plain."""
     model = load(_twin("deepseek_v3", tmp_path), KEPT)

@@ -4,6 +4,7 @@ needs a GPU."""
 from __future__ import annotations
 
 import collections
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 
 from minserve.kernels import reference
-from minserve.kernels.interface import AttentionShape, ExpertWeights, LinearWeight
+from minserve.kernels.interface import AttentionShape, ExpertWeights, Fp8RowKernels, Fp8Rows, LinearWeight
 from minserve.runtime import trace_step
 from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.trace_step import Launch, StepTrace
@@ -76,6 +77,9 @@ def test_bytes_are_those_that_a_call_must_move() -> None:
     q = torch.zeros(2, 4, 8)
     attended = trace_step._bytes("gqa_attention", (q, cache, None, shape, None), q, [5, 7])
     assert attended == 4 * (12 * 2 * 2 * 8 + 2 * (2 * 4 * 8))
+    rows = Fp8Rows(torch.zeros(2, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 2))
+    into_fp8 = trace_step._bytes("gqa_attention", (q, cache, None, shape, None), rows, [5, 7])
+    assert into_fp8 == 4 * (12 * 2 * 2 * 8 + 2 * 4 * 8) + 2 * (256 + 2 * 4)
 
 
 def test_every_entry_that_launches_is_recorded() -> None:
@@ -83,6 +87,7 @@ def test_every_entry_that_launches_is_recorded() -> None:
     host_only = {"plan_attention", "forget_graphs", "experts_masked"}
     entries = {name for name in reference.cpu().__slots__ if callable(getattr(reference.cpu(), name))}
     assert entries - host_only == set(trace_step._ENTRIES)
+    assert {*trace_step._FP8_ENTRIES, "takes"} == {field.name for field in dataclasses.fields(Fp8RowKernels)}
 
 
 def test_a_graph_that_no_driver_tells_of_has_no_edges(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape, HeadNorms
+from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms
 from minserve.models.build_context import BuildContext
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.linear import Linear, Part
@@ -32,12 +32,20 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(f"{prefix}.k_norm", config.head_dim, norm_eps, build) if config.qk_norm else None
         self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], q_rows, build, bias=config.output_bias)
 
-    def forward(self, hidden: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        """What alone reads the hidden rows."""
+        return self.qkv
+
+    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         cache, step, plan, kernels = ctx.kv_cache[self.layer], ctx.attention, ctx.attention_plan, self.kernels
         q = kernels.gqa_inputs(self.qkv(hidden), norms, self.rotary.table, positions, cache, step.slot_mapping, self.shape)
-        result = kernels.gqa_attention(q, cache, step, self.shape, plan)
-        output: Tensor = self.output(result.flatten(1))
+        fp8 = self.output.fp8_for(q)
+        if fp8 is not None:
+            output: Tensor = self.output(fp8.gqa_attention(q, cache, step, self.shape, plan))
+        else:
+            output = self.output(kernels.gqa_attention(q, cache, step, self.shape, plan).flatten(1))
         return output

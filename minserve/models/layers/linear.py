@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minserve.kernels.interface import LinearWeight
+from minserve.kernels.interface import Fp8RowKernels, Fp8Rows, LinearWeight
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination, weight_destinations
 from minserve.models.formats import BLOCK, blocks
@@ -52,8 +52,22 @@ class Linear(nn.Module):
         self.scale = parameter((blocks(rows), blocks(in_features)), torch.float32, build.device) if keep else None
         self.bias = parameter((rows,), build.dtype, build.device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, LinearWeight(self.weight, self.scale), self.bias)
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        weight = LinearWeight(self.weight, self.scale)
+        if isinstance(x, Fp8Rows):
+            assert self.kernels.fp8_rows is not None
+            return self.kernels.fp8_rows.linear(x, weight, self.bias)
+        return self.kernels.linear(x, weight, self.bias)
+
+    def fp8_for(self, x: Tensor) -> Fp8RowKernels | None:
+        """What can hand this layer its rows in FP8, which it would quantise otherwise; None where it takes them as they are.
+
+        The rows are as many as x has, and of its type.
+        """
+        fp8 = self.kernels.fp8_rows
+        if fp8 is None or not fp8.takes(x.shape[0], x.dtype, LinearWeight(self.weight, self.scale)):
+            return None
+        return fp8
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """The parts' own columns of an output, as views."""
@@ -80,6 +94,8 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear([gate, up], hidden_size, build)
         self.down = Linear([Part(f"{prefix}.down_proj", hidden_size)], intermediate_size, build)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        hidden = self.gate_up(x)
+        fp8 = self.down.fp8_for(hidden)
+        output: Tensor = self.down((fp8 or self.kernels).silu_and_mul(hidden))
         return output

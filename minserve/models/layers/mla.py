@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape
+from minserve.kernels.interface import AttentionShape, Fp8Rows
 from minserve.models.build_context import BuildContext
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.linear import Linear, Part
@@ -57,11 +57,16 @@ class MultiHeadLatentAttention(nn.Module):
         self.w_uk = per_head[:, : self.config.qk_nope_head_dim]
         self.w_uv = per_head[:, self.config.qk_nope_head_dim :].transpose(1, 2)
 
-    def forward(self, hidden: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        """What alone reads the hidden rows."""
+        return self.down
+
+    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor:
         config = self.config
         q, kv = self.down.split(self.down(hidden))
         if self.q_a_norm is not None and self.q_b is not None:
-            q = self.q_b(self.q_a_norm(q))
+            q = self.q_b(self.q_a_norm.read_by(self.q_b, q)[0])
         cache, norm = ctx.kv_cache[self.layer], self.kv_a_norm
         q_latent, q_rope = self.kernels.mla_inputs(
             q.unflatten(-1, (config.num_heads, -1)),
@@ -75,6 +80,9 @@ class MultiHeadLatentAttention(nn.Module):
             ctx.attention.slot_mapping,
         )
         mean_latent = self.kernels.mla_attention(q_latent, q_rope, cache, ctx.attention, self.shape, ctx.attention_plan)
-        values = self.kernels.heads_linear(mean_latent, self.w_uv)
-        output: Tensor = self.output(values.flatten(1))
+        fp8 = self.output.fp8_for(mean_latent)
+        if fp8 is not None:
+            output: Tensor = self.output(fp8.heads_linear(mean_latent, self.w_uv))
+        else:
+            output = self.output(self.kernels.heads_linear(mean_latent, self.w_uv).flatten(1))
         return output

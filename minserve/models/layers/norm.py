@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from minserve.kernels.interface import Fp8Rows
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination
-from minserve.models.layers.linear import parameter
+from minserve.models.layers.linear import Linear, parameter
 
 
 class RMSNorm(nn.Module):
@@ -27,6 +28,13 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), both new."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def read_by(self, reader: Linear, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """(norm of x + residual as `reader`, which alone reads it, takes it; x + residual). Without a residual the sum is x."""
+        kernels = reader.fp8_for(x) or self.kernels
+        if residual is None:
+            return kernels.rms_norm(x, self.weight, self.eps), x
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def destinations(self) -> Iterator[Destination]:
         yield Destination(f"{self.name}.weight", self.weight)
