@@ -1,7 +1,8 @@
 """The HTTP tables of docs/performance.md: `python -m tools.http_table configs/shapes/MODEL [--at-once 16] [FLAG ...]` on a GPU.
 
-Starts `minserve launch` with random weights, then `minserve bench serve` beside it: prompts alone, then answers of 256 tokens at
-1, 16, 64 and 128 streams, or as many as asked. Further words are flags of the server. The last line is JSON.
+Starts `minserve launch` with random weights, then `minserve bench serve` beside it: prompts alone; streams that begin together
+and then all decode, whose time between two tokens stands beside that of `minserve bench step --context 1152`; answers of 256
+tokens at 1, 16, 64 and 128 streams, or as many as asked. Further words are flags of the server. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tools.launched import serving
 STREAMS = {1: 3, 16: 32, 64: 128, 128: 256}
 """Requests at once, and in all."""
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 256
+TOGETHER = (1, 8, 32, 128)
 ONE_ANSWER, PROMPTS = {"--concurrency": 1, "--num-prompts": 5, "--output-len": 1}, {"--num-prompts": 128, "--output-len": 1}
 
 
@@ -55,9 +57,14 @@ def measure(url: str, at_once: list[int]) -> list[dict[str, Any]]:
     rates = sorted(row["total_prompt_tokens"] / row["seconds"] for row in prompts)
     say(f"first token of one prompt of {PROMPT_TOKENS} tokens: {first['ttft_ms_p50']:.0f} ms")
     say(f"128 such prompts: {rates[1]:,.0f} tokens/s (of three: {rates[0]:,.0f} to {rates[2]:,.0f})")
+    rows = [first, *prompts]
+    say("| decode together | between two tokens, p50, ms |")
+    say("|---|---|")
+    for streams in TOGETHER:
+        rows.append(asked({"--concurrency": streams, "--num-prompts": streams, "--output-len": ANSWER_TOKENS}))
+        say(f"| {streams} | {rows[-1]['itl_ms_p50']:.2f} |")
     say("| at once | answers | output tokens/s | first token, p50 / p99, ms | a later token | longest gap, p50 / max |")
     say("|---|---|---|---|---|---|")
-    rows = [first, *prompts]
     for streams in at_once:
         answers = STREAMS[streams]
         row = asked({"--concurrency": streams, "--num-prompts": answers, "--output-len": ANSWER_TOKENS})

@@ -102,12 +102,14 @@ def _one_gpu() -> list[Job]:
         ),
         step("qwen2-57b-layers", "qwen2-57b-a14b", "--layers", "10", *batches(1, 8, 32, 128), *plans, part="layers"),
     ]
+    # What answers of 256 tokens after 1,024 find on average, for the time between two tokens through HTTP.
+    beside_http = [step(f"{model}-1152", model, *batches(1, 8, 32, 128), "--context", "1152", part="http") for model in MODELS]
     http = [Job(f"{model}-http", "http", ["-m", "tools.http_table", f"configs/shapes/{model}"], 1.0, 400) for model in MODELS]
     others = [
         Job("load", "load", ["-m", "tools.load_throughput", "--gb", "20"], 1.0, 580),
         Job("kernels", "kernels", ["-m", "minserve.kernels.bench"], 1.0, 300),
     ]
-    return decode + layers + http + others + traces
+    return decode + layers + beside_http + http + others + traces
 
 
 def _several_gpus() -> list[Job]:
