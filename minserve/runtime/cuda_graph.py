@@ -6,6 +6,7 @@ Knows sizes, capture rules and memory; nothing of what a step computes, and of C
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -147,13 +148,13 @@ class StepGraphs(Generic[Result]):
         """prepare: given a size, fills its static buffers with padding and plans for them; what it returns is captured.
         forget: called once the graphs are gone, for plans that belong to them."""
         self.sizes = tuple(sorted(sizes))
+        self.variants = VARIANTS if kind == "decode" else VARIANTS[:1]
         self.memory_bytes: dict[int, int] = {}
         """Device memory that each size took when it was captured; a smaller one finds most of it there already."""
         self._prepare = prepare
         self._recorder = recorder
         self._forget = forget
         self._kind: Literal["decode", "mixed"] = kind
-        self._variants = VARIANTS if kind == "decode" else VARIANTS[:1]
         self._graphs: dict[tuple[int, Variant], tuple[Graph, Result]] = {}
 
     @property
@@ -188,12 +189,12 @@ class StepGraphs(Generic[Result]):
     def _capture_size(self, size: int) -> None:
         before = self._recorder.memory()
         work = self._prepare(size)
-        for variant in self._variants:
+        for variant in self.variants:
             with capture_mode("warm-up", padded_batch_size=size, kind=self._kind) as flags:
                 for _ in range(1 if self._graphs else WARM_UPS):
-                    self._recorder.warm_up(lambda: work(variant, flags))  # noqa: B023 - called at once
+                    self._recorder.warm_up(functools.partial(work, variant, flags))
             with capture_mode("record", padded_batch_size=size, kind=self._kind) as flags:
-                self._graphs[size, variant] = self._recorder.record(lambda: work(variant, flags))  # noqa: B023
+                self._graphs[size, variant] = self._recorder.record(functools.partial(work, variant, flags))
         self.memory_bytes[size] = max(0, self._recorder.memory() - before)
 
     def replay(self, size: int, variant: Variant = "argmax") -> Result:

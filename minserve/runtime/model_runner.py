@@ -226,7 +226,7 @@ class ModelRunner:
             sampled = self.forward_and_sample(batch, plan, variant)
         elif not batch.decodes_only:
             assert self.mixed_graphs is not None
-            sampled = self._sample(batch, self.mixed_graphs.replay(graph_size)[0], variant)
+            sampled = self.sample(batch, self.mixed_graphs.replay(graph_size)[0], variant)
         else:
             assert self.graphs is not None
             sampled = self.graphs.replay(graph_size, variant)
@@ -310,14 +310,14 @@ class ModelRunner:
         tokens = self.mixed_graphs.sizes[0]
         for size, variant in itertools.product(reversed(self.graphs.sizes), VARIANTS):
             batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(1), tokens, sampling=size))
-            self._sample(batch, self.mixed_graphs.result(tokens)[0], variant).tokens.tolist()  # the staging buffers take turns
+            self.sample(batch, self.mixed_graphs.result(tokens)[0], variant).tokens.tolist()  # the staging buffers take turns
 
     def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
         """The whole step on the device, as a function of the batch's tensors, the KV cache and the sampler's state.
 
         For a decode batch this is what a graph captures: no host reads, no shapes that depend on values.
         """
-        return self._sample(batch, self.forward(batch, plan, flags), variant)
+        return self.sample(batch, self.forward(batch, plan, flags), variant)
 
     def forward(self, batch: Batch, plan: Any, flags: CaptureFlags = EAGER) -> Tensor:
         """The layers: [T, hidden]. Capturable for any padded batch."""
@@ -337,7 +337,9 @@ class ModelRunner:
         decoding = batch.num_decode_rows
         batch.token_ids[:decoding] = self.sampler.last_tokens[batch.sample_slots[:decoding]]
 
-    def _sample(self, batch: Batch, hidden: Tensor, variant: Variant) -> Sampled:
+    def sample(self, batch: Batch, hidden: Tensor, variant: Variant) -> Sampled:
+        """The head and the next tokens, from the layers' output [T, hidden]. Of a decode batch, which has a row for each token,
+        capturable."""
         wanted = hidden if batch.decodes_only else hidden[batch.sample_index]
         if wanted.shape[0] == 0:  # only parts of prompts: the head would read all its weights for nothing
             nothing = batch.sample_slots
