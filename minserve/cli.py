@@ -1,8 +1,10 @@
-"""The command line: words to one Config, errors to a sentence and an exit code. Knows nothing of how serving works."""
+"""The command line: words to one Config, errors to a sentence and an exit code. Knows nothing of how serving works.
+
+Commands other than launch import what they need themselves: a server would wait for it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -11,14 +13,9 @@ from typing import Annotated
 
 import typer
 
-from minserve import __version__, doctor, flags, launch, plan_picture, prebuild
-from minserve.clients.bench_serve import Load
-from minserve.clients.bench_serve import run as run_load
-from minserve.clients.chat import Chat
-from minserve.clients.eval import run_arithmetic
+from minserve import __version__, flags, launch
 from minserve.config import Config, local_model, model_directory
 from minserve.errors import ExitCode, ServerError, UsageError
-from minserve.plan import describe, make_plan, read_config, to_json
 from minserve.roofline import GPUS
 
 app = typer.Typer(
@@ -74,6 +71,10 @@ def arithmetic(
     api_key: ApiKey = None,
 ) -> None:
     """Exact-match accuracy and log-probability drift of the embedded model; the last line is `accuracy 0.987`."""
+    import asyncio
+
+    from minserve.clients.eval import run_arithmetic
+
     raise typer.Exit(asyncio.run(run_arithmetic(base_url, concurrency, limit, model, api_key)))
 
 
@@ -102,6 +103,9 @@ def plan(
     --ep-size, --redundant-experts, --max-model-len, --max-num-seqs, --chunked-prefill-size, --page-size and
     --gpu-memory-utilization.
     """
+    from minserve import plan_picture
+    from minserve.plan import describe, make_plan, read_config, to_json
+
     if gpu not in GPUS:
         raise UsageError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
     settings = flags.resolve(arguments or [], os.environ).config
@@ -143,8 +147,12 @@ def bench_serve(
     plot: Annotated[Path | None, typer.Option(help="also draw to this file")] = None,
 ) -> None:
     """Load on a running server: times to first token and between tokens, throughput; the last line is JSON."""
+    import asyncio
+
+    from minserve.clients.bench_serve import Load, run
+
     load = Load(num_prompts, concurrency, rate, input_len, output_len, prompts, vocab_size, temperature, seed)
-    raise typer.Exit(asyncio.run(run_load(base_url, load, model, api_key, plot)))
+    raise typer.Exit(asyncio.run(run(base_url, load, model, api_key, plot)))
 
 
 @app.command(context_settings=_EITHER_DASH)
@@ -157,6 +165,8 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 1024,
 ) -> None:
     """Talk to a running server; through a pipe, each line is a turn."""
+    from minserve.clients.chat import Chat
+
     one = Chat(base_url, model, api_key, system, temperature=temperature, max_tokens=max_tokens)
     raise typer.Exit(one.run(sys.stdin, sys.stdout))
 
@@ -166,6 +176,8 @@ def doctor_command(
     arguments: LaunchFlags = None, json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False
 ) -> None:
     """Say what on this machine would stop `minserve launch` with these flags, before any weight is read; exit code 3."""
+    from minserve import doctor
+
     config = flags.resolve(arguments or [], os.environ).config
     sound = doctor.report(doctor.examine(config), as_json=json, write=typer.echo)
     raise typer.Exit(ExitCode.OK if sound else ExitCode.ENVIRONMENT)
@@ -178,6 +190,8 @@ def prebuild_command(
     ep_size: Annotated[int, typer.Option(help="ranks of those starts", min=1)] = 1,
 ) -> None:
     """Compile kernels ahead of the first start: FlashInfer's modules (no GPU needed), and what each MODEL needs."""
+    from minserve import prebuild
+
     raise typer.Exit(prebuild.run(models or [], arch, ["--ep-size", str(ep_size)]))
 
 

@@ -6,7 +6,6 @@ Knows processes, signals and exit codes; nothing of HTTP or engines beyond the s
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -14,7 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import types
 from multiprocessing import connection as waiting
@@ -23,14 +21,12 @@ from pathlib import Path
 
 from minserve.config import Config
 from minserve.errors import ExitCode, ServerError
+from minserve.process_ends import SIGNALS, die_with, leave_on_sigterm
 from minserve.server.app import serve
 from minserve.server.front import Siblings
 
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
 
 log = logging.getLogger("minserve.launch")
 
@@ -156,21 +152,3 @@ def _work(
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
     sys.exit(code)
-
-
-def die_with(parent: int) -> None:
-    """From now on the kernel kills this process when its parent dies, an engine from before its first instruction on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(ExitCode.RANK_DIED)
-
-
-def leave_on_sigterm() -> None:
-    """Before and after serving there is nothing to drain: SIGTERM leaves like an exception, through what ends the engine."""
-
-    def leave(_number: int, _frame: types.FrameType | None) -> None:
-        raise SystemExit(ExitCode.OK)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)

@@ -5,7 +5,6 @@ Knows sockets, signals and exit codes; nothing of HTTP or torch.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -22,13 +21,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from minserve import config as configuration
-from minserve import front_workers
+from minserve import process_ends
 from minserve import seat as seats
 from minserve.config import Config
 from minserve.errors import EnvironmentFault, ExitCode
 from minserve.messages import frame
 from minserve.seat import ALONE, Seat
-from minserve.server.app import serve
 
 ENGINE_MODULE = "minserve.runtime"
 MOCK_ENGINE_MODULE = "minserve.runtime.mock_engine"
@@ -54,7 +52,7 @@ def run(config: Config, engine_module: str | None = None) -> int:
     """Serve until told to stop; the process's exit code. Raises ServerError for what fails before the engine runs."""
     _keep_standard_streams()
     _raise_open_files_limit()
-    front_workers.leave_on_sigterm()
+    process_ends.leave_on_sigterm()
     module = engine_module or (ENGINE_MODULE if config.mock_engine is None else MOCK_ENGINE_MODULE)
     with contextlib.ExitStack() as opened:
         listeners = [opened.enter_context(bind(config.host, config.port, shared=config.front_workers > 1))]
@@ -63,16 +61,25 @@ def run(config: Config, engine_module: str | None = None) -> int:
         configuration.model_directory(config)
         with _engines(config, module) as (engines, connections):
             log.info("listening on %s; /ready answers 200 once the model is loaded", _url(listeners[0]))
-            if config.front_workers == 1:
-                signal.pthread_sigmask(signal.SIG_BLOCK, front_workers.SIGNALS)  # one would leave the event loop half made
-                code = asyncio.run(serve(config, connections[0], listeners[0]))
-            else:
-                code = front_workers.run(config, connections, listeners)
-            front_workers.leave_on_sigterm()  # serve drained on signals and has given them back
+            code = _serve(config, connections, listeners)
+            process_ends.leave_on_sigterm()  # serve drained on signals and has given them back
             if code == ExitCode.RANK_DIED:
                 for cause in _causes_of_death(engines):
                     log.error("%s", cause)
     return code
+
+
+def _serve(config: Config, connections: list[list[socket.socket]], listeners: list[socket.socket]) -> ExitCode:
+    """The front's own work. What it needs is imported only now, while the engines import torch: they take longer."""
+    import asyncio
+
+    from minserve import front_workers
+    from minserve.server.app import serve
+
+    if config.front_workers > 1:
+        return front_workers.run(config, connections, listeners)
+    signal.pthread_sigmask(signal.SIG_BLOCK, process_ends.SIGNALS)  # one would leave the event loop half made
+    return asyncio.run(serve(config, connections[0], listeners[0]))
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -185,7 +192,7 @@ def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[s
                 env=engine_environment(config, seat) | told,
                 pass_fds=[*descriptors, *([] if seat.listener is None else [seat.listener])],
                 stdin=subprocess.DEVNULL,
-                preexec_fn=functools.partial(front_workers.die_with, os.getpid()),
+                preexec_fn=functools.partial(process_ends.die_with, os.getpid()),
                 process_group=0,  # a terminal's Ctrl-C reaches the front alone, which then ends the engine in order
             )
         try:

@@ -69,6 +69,12 @@ def test_launch_hands_over_one_config(launched: list[Config]) -> None:
     assert launched == [Config(model="/some/model", max_model_len=9, port=7, enable_prefix_caching=False)]
 
 
+def test_an_engine_starts_before_the_front_imports_its_server() -> None:
+    """That takes half a second, as long as nothing else is waited for."""
+    code = "import sys, minserve.cli; print([name for name in ('asyncio', 'aiohttp', 'minserve.server') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_launch_without_words_serves_the_embedded_model(launched: list[Config]) -> None:
     assert CliRunner().invoke(cli.app, ["launch"]).exit_code == 0
     assert launched == [Config()]

@@ -245,7 +245,7 @@ def test_an_engine_that_does_not_hear_the_socket_dies_with_the_front_too():
     parent = textwrap.dedent(
         f"""
         import functools, os, socket, subprocess, sys
-        from minserve.front_workers import die_with
+        from minserve.process_ends import die_with
         ours, theirs = socket.socketpair()
         other = theirs.dup()  # keeps the stream open: no EOF tells the child
         child = subprocess.Popen([sys.executable, "-c", {probe!r}, str(theirs.fileno())],
