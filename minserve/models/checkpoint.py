@@ -22,7 +22,7 @@ import msgspec
 from minserve.errors import CheckpointError
 from minserve.models.formats import LAYOUTS, PACKED_SHAPE, Formats, formats_from_tensors, set_aside_reason
 from minserve.models.quantization_claim import config_disagreements
-from minserve.models.safetensors_header import StoredTensor, parse_strict_json, prove_header, read_header_bytes
+from minserve.models.safetensors_header import StoredTensor, prove_header, read_header_bytes, refuse_repeated_keys
 from minserve.models.tensor_names import OTHER_MODALITIES, canonical_name, named
 from minserve.quantization import quantization_section, read_config_json
 
@@ -108,7 +108,9 @@ def _read_index(path: Path) -> _Index:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size:,} bytes are too many for a JSON file of a checkpoint")
-        index: _Index = parse_strict_json(path.read_bytes(), msgspec.json.Decoder(_Index).decode)
+        body = path.read_bytes()
+        index = msgspec.json.decode(body, type=_Index)
+        refuse_repeated_keys(body, kept=1 + len(index.weight_map) + (0 if index.metadata is None else 1 + len(index.metadata)))
     except OSError as error:
         raise CheckpointError(f"{path}: {_why_unreadable(path, error)}") from None
     except (ValueError, RecursionError) as error:

@@ -104,11 +104,28 @@ def test_each_kind_of_damage_is_named(tmp_path: Path, content: bytes, message: s
     assert message in refusal(tmp_path, content)
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_a_repeated_key_is_refused(tmp_path: Path, inner: bool) -> None:
-    one = '"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
-    header = '{"a": {"dtype": "U8", "dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}' if inner else f"{{{one}, {one}}}"
+ONE = '{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f'{{"a": {ONE}, "a": {ONE}}}',
+        f'{{"a" \n: {ONE}, "a"\t:{ONE}}}',
+        f'{{"a": {ONE}, "\\u0061": {ONE}}}',
+        f'{{"a": {ONE}, "__metadata__": {{"b": "", "b": "x\\":"}}}}',
+        f'{{"__metadata__": {{"b": ""}}, "a": {ONE}, "__metadata__": {{"b": "", "c": ""}}}}',
+        '{"a": {"dtype": "U8", "dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}',
+    ],
+)
+def test_a_repeated_key_is_refused(tmp_path: Path, header: str) -> None:
     assert "is there twice" in refusal(tmp_path, file_bytes(header.encode(), b"1"))
+
+
+@pytest.mark.parametrize("text", ['":', '": ":', "a\nb"])
+def test_what_only_looks_like_a_key_is_none(tmp_path: Path, text: str) -> None:
+    metadata = {text: "", "b": text, "c": text}
+    assert len(read(tmp_path, file_bytes(GOOD | {"__metadata__": metadata}, bytes(16)))) == 2
 
 
 def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
