@@ -362,6 +362,18 @@ def test_views_beyond_a_parameter_that_shares_its_storage_are_refused() -> None:
         covered(parameter, storage)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_written_beside_or_instead_of_a_parameter_is_told_apart(device: str) -> None:
+    whole, other = torch.empty(4, 6, device=device), torch.empty(4, 6, device=device)
+    assert covered(whole, whole[:, :2], whole[:, 2:]) == 96
+    with pytest.raises(CheckpointError, match="t0 would be written to memory that is no parameter"):
+        covered(whole, other)
+    with pytest.raises(CheckpointError, match="p: 32 of 96 bytes are written by no tensor"):
+        covered(whole, whole[:, 2:])
+    with pytest.raises(CheckpointError, match="t0 would write 64 bytes outside"):
+        covered(whole[:, :2], whole)
+
+
 def test_tied_parameters_count_once() -> None:
     p = torch.empty(4, 4)
     assert prove_coverage({"a": p, "b": p, "c": p[:2]}, [Destination("t", p)]) == 64
