@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from minserve.models.formats import Format, Formats, stored_names
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """The place of one checkpoint tensor, or of one quantised weight that is widened at load.
 
     `target` is a view into a parameter and has exactly the tensor's shape, or the weight's; the loader copies (and casts) into
@@ -25,9 +24,8 @@ class Destination:
     """How the weight is stored; what the loader multiplies out. plain copies the tensor of this name as it is."""
 
 
-def weight_destinations(name: str, values: Tensor, scale: Tensor | None, formats: Formats) -> Iterator[Destination]:
+def weight_destinations(name: str, values: Tensor, scale: Tensor | None, formats: Formats) -> Iterable[Destination]:
     """Of a weight that keeps its stored format in `values` and `scale`, or is plain in `values`, widened if need be."""
     if scale is None:
-        yield Destination(name, values, formats.of(name))
-    else:
-        yield from map(Destination, stored_names(name, formats.of(name)), (values, scale))
+        return (Destination(name, values, formats.of(name)),)
+    return map(Destination, stored_names(name, formats.of(name)), (values, scale))

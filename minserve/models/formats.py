@@ -87,8 +87,10 @@ class Formats:
 
 def stored_names(weight_name: str, kind: Format) -> tuple[str, ...]:
     """The tensors that store a weight: its values, then its scales."""
+    if kind == "plain":
+        return (weight_name,)
     layout = LAYOUTS[kind]
-    return (weight_name + layout.values, *(weight_name + scale for scale in layout.scales))
+    return (weight_name + layout.values, *[weight_name + scale for scale in layout.scales])
 
 
 def blocks(size: int) -> int:

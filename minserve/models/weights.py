@@ -130,26 +130,20 @@ class LoadProof:
 def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Sequence[Destination]) -> LoadProof:
     """Works on the meta device as well. All that is missing, misshapen or unknown goes into one CheckpointError."""
     transfers, missing, misfits, unknown, missing_bytes = [], [], [], [], 0
-    sources: dict[str, StoredTensor] = {}
-    consumed: set[str] = set()
+    stored, sources = checkpoint.tensors, dict[str, StoredTensor]()
     for destination in destinations:
-        names = stored_names(destination.name, destination.widen_from)
-        found = {name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}
-        consumed.update(found)
-        if names[0] not in found:
-            missing.append(f"{names[0]} {list(destination.target.shape)}")
+        name, *scales = stored_names(destination.name, destination.widen_from)
+        found = [sources.setdefault(part, stored[part]) for part in (name, *scales) if part in stored]
+        if name not in stored:
+            missing.append(f"{name} {list(destination.target.shape)}")
             missing_bytes += destination.target.nbytes
-            continue
-        misfit = _misfit(destination, found[names[0]], checkpoint.formats)
-        if misfit is not None:
+        elif (misfit := _misfit(destination, found[0], checkpoint.formats)) is not None:
             misfits.append(misfit)
-            continue
-        sources |= found
-        tensor, *scales = found.values()
-        transfers.append(Transfer(tensor, destination.target, destination.widen_from, tuple(scales)))
+        else:
+            transfers.append(Transfer(found[0], destination.target, destination.widen_from, tuple(found[1:])))
     skipped = {reason: [*tensors] for reason, tensors in checkpoint.set_aside.items()}
-    for name, tensor in checkpoint.tensors.items():
-        if name not in consumed:
+    for name, tensor in stored.items():
+        if name not in sources:
             reason = model.ignored(name)
             if reason is None:
                 unknown.append(tensor)
@@ -175,10 +169,10 @@ def prove_load(model: LoadableModel, checkpoint: Checkpoint, destinations: Seque
 
 def _misfit(destination: Destination, tensor: StoredTensor, formats: Formats) -> str | None:
     """Why the stored tensor cannot fill its destination; None when it can."""
-    target, kind = destination.target, destination.widen_from
-    *rows, columns = tensor.shape or (1,)
-    shape = (*rows, columns * LAYOUTS[kind].packed) if tensor.shape else ()
-    if tuple(target.shape) != shape:
+    target, kind, shape = destination.target, destination.widen_from, tensor.shape
+    if kind != "plain" and shape:
+        shape = (*shape[:-1], shape[-1] * LAYOUTS[kind].packed)
+    if target.shape != shape:
         return f"{tensor} where the model has {list(target.shape)}"
     stored = TORCH_DTYPES.get(tensor.dtype)
     if kind != "plain":
