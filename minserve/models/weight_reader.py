@@ -10,7 +10,6 @@ lock away and waits to have it back. Host memory is bounded by the staging buffe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,12 +42,7 @@ TORCH_DTYPES = {
 }  # fmt: skip
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types that any values of as many bytes are moved as."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A stored tensor, the view that it fills, and its scales when it is to be widened."""
 
     tensor: StoredTensor
@@ -81,8 +75,8 @@ class _Piece(NamedTuple):
     transfer: Transfer
     reads: tuple[_Read, ...]
     num_bytes: int
-    words: Tensor | None
-    """The rows' place as one run of words, where values only need to be moved; None where they are widened, cast or spread."""
+    place: Tensor | None
+    """The rows' place as one run of bytes, where they only need to be moved; None where they are widened, cast or spread."""
 
     @property
     def target(self) -> Tensor:
@@ -221,7 +215,7 @@ class WeightReader:
 
     def rows(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as a new CPU tensor of the stored type; a scalar counts as one row."""
-        read = _rows_read(tensor, first, (tensor.shape or (1,))[0] if last is None else last)
+        read = _rows_read(tensor, first, _num_rows(tensor) if last is None else last)
         held = torch.empty(read.num_bytes, dtype=torch.uint8)
         self._read(tensor.file, read.begin, _view(held))
         return read.typed(held)
@@ -241,8 +235,8 @@ class WeightReader:
     @torch.inference_mode()
     def _into_targets(self, go: list[_Piece], staging: _Staging) -> None:
         for piece in go:
-            if piece.words is not None:
-                self._read(piece.reads[0].tensor.file, piece.reads[0].begin, _view(piece.words.view(torch.uint8)))
+            if piece.place is not None:
+                self._read(piece.reads[0].tensor.file, piece.reads[0].begin, _view(piece.place))
             else:
                 self._into_staging([piece], staging)
                 piece.convert(staging.bytes[: piece.num_bytes])
@@ -272,46 +266,51 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 def _place(go: list[_Piece], staging: _Staging, device: torch.device) -> None:
     """From pinned memory to where the pieces belong; what is to be widened or cast is so on the GPU."""
-    held = staging.bytes[: sum(piece.num_bytes for piece in go)]
-    words = [piece.words for piece in go if piece.words is not None]
-    if words:
+    sizes = [piece.num_bytes for piece in go]
+    held = staging.bytes[: sum(sizes)]
+    places = [piece.place for piece in go if piece.place is not None]
+    if places:
         # One call for all copies: this thread gives the interpreter's lock away, and waits for it, once.
-        parts = held.view(words[0].dtype).split([word.numel() for word in words])
-        torch._foreach_copy_(words, list(parts), non_blocking=True)
+        torch._foreach_copy_(places, held.split(sizes), non_blocking=True)
         staging.copying()
         return
     held = held.to(device, non_blocking=True)
     staging.copying()
-    for piece, part in zip(go, held.split([piece.num_bytes for piece in go]), strict=True):
+    for piece, part in zip(go, held.split(sizes), strict=True):
         piece.convert(part)
 
 
 def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
     for transfer in transfers:
-        tensor, kind, target = transfer.tensor, transfer.widen_from, transfer.target
-        rows, row_bytes = (tensor.shape or (1,))[0], _row_bytes(tensor)
-        if not row_bytes:
+        tensor, target, kind, scales = transfer
+        rows, size = _num_rows(tensor), tensor.num_bytes
+        if not size:
             continue
+        place = None
+        if not scales and target.dtype == TORCH_DTYPES[tensor.dtype] and target.is_contiguous():
+            place = target.view(-1).view(torch.uint8)
+            if size <= PIECE_BYTES:
+                yield _Piece(transfer, (_Read(tensor, 0, rows, tensor.begin, size),), size, place)
+                continue
+        row_bytes = size // rows
         step = max(1, PIECE_BYTES // row_bytes)
-        words = None
-        if transfer.scales:
+        if scales:
             # Whole blocks, and fewer rows, because widening takes several times the stored size.
             step = max(BLOCK, step // 8 // BLOCK * BLOCK)
-        elif target.dtype == TORCH_DTYPES[tensor.dtype] and target.is_contiguous():
-            words = target.detach().view(-1).view(_WORDS[target.itemsize])
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            read = _rows_read(tensor, first, last)
-            if words is None:
-                reads = (read, *(_scale_rows(kind, scale, first, last) for scale in transfer.scales))
-                yield _Piece(transfer, reads, sum(read.num_bytes for read in reads), None)
-            else:
-                each = len(words) // rows if step < rows else 0
-                yield _Piece(transfer, (read,), read.num_bytes, words[first * each : last * each] if each else words)
+            reads = (_rows_read(tensor, first, last), *(_scale_rows(kind, scale, first, last) for scale in scales))
+            run = None if place is None else place[first * row_bytes : last * row_bytes]
+            yield _Piece(transfer, reads, sum(read.num_bytes for read in reads), run)
+
+
+def _num_rows(tensor: StoredTensor) -> int:
+    """The first dimension; a scalar is one row."""
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def _rows_read(tensor: StoredTensor, first: int, last: int) -> _Read:
-    row_bytes = _row_bytes(tensor)
+    row_bytes = tensor.num_bytes // max(1, _num_rows(tensor))
     return _Read(tensor, first, last, tensor.begin + first * row_bytes, (last - first) * row_bytes)
 
 
@@ -323,21 +322,17 @@ def _scale_rows(kind: Format, scale: StoredTensor, first: int, last: int) -> _Re
 
 
 def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one kind in runs of about PIECE_BYTES: what one thread does in one go."""
+    """Pieces that are moved, or that are converted, in runs of about PIECE_BYTES: what one thread does in one go."""
     go: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if go and (size + piece.num_bytes > PIECE_BYTES or _word(piece) != _word(go[0])):
+        if go and (size + piece.num_bytes > PIECE_BYTES or (piece.place is None) != (go[0].place is None)):
             yield go
             go, size = [], 0
         go.append(piece)
         size += piece.num_bytes
     if go:
         yield go
-
-
-def _word(piece: _Piece) -> torch.dtype | None:
-    return None if piece.words is None else piece.words.dtype
 
 
 def _widened(kind: Format, stored: list[Tensor]) -> Tensor:
@@ -348,12 +343,6 @@ def _widened(kind: Format, stored: list[Tensor]) -> Tensor:
     if kind == "int4_group":
         return widen_int4(values, scale, torch.float32)
     return widen_nvfp4(values, scale, others[0], torch.float32)
-
-
-def _row_bytes(tensor: StoredTensor) -> int:
-    """Bytes of one index of the first dimension; a scalar is one row."""
-    rows = tensor.shape[0] if tensor.shape else 1
-    return tensor.num_bytes // rows if rows else 0
 
 
 def _view(held: Tensor) -> memoryview:
