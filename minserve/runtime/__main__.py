@@ -32,7 +32,7 @@ def _wake_driver() -> None:
 
 def main() -> NoReturn:
     threading.Thread(target=_wake_driver, daemon=True).start()
-    gc.disable()  # imports make a million objects, and none of them is garbage
+    gc.disable()  # imports make a million objects, and none of them is garbage; the engine enables it once it is ready
     try:
         from minserve.runtime import engine
     except (ImportError, MemoryError, OSError) as error:
@@ -43,7 +43,6 @@ def main() -> NoReturn:
             sys.stderr.write(f"minserve: error: {fault}\n")
         sys.exit(fault.exit_code)
     gc.freeze()
-    gc.enable()
     engine.leave(engine.main())
 
 

@@ -6,6 +6,7 @@ Resolves what the config left open, once, into the values that are logged and sh
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
@@ -31,7 +32,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
-from minserve.runtime import canary, device_memory, expert_exchange, kv_cache, parallel, self_check, shared_expert
+from minserve.runtime import canary, device_memory, expert_exchange, first_uses, kv_cache, parallel, self_check, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
@@ -86,6 +87,8 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
     model_config = load_model_config(directory)
     timeline.begin("stack")
     backend = choose_backend(config, model_config, whole_gpu=group.sharers == 1)
+    if backend.on_gpu:
+        gc.freeze()  # what the libraries are made of stays, and captures collect what does not
     if backend.device.type == "cpu":
         config = msgspec.structs.replace(config, chunked_prefill_size=min(config.chunked_prefill_size, CPU_STEP_TOKENS))
     prove_same_model(config, model_config, backend, group)
@@ -125,9 +128,10 @@ def choose_backend(config: Config, model_config: ModelConfig, *, whole_gpu: bool
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dispatcher = config.moe_dispatcher if config.ep_size > 1 and model_config.moe is not None else "local"
     stack = "deterministic" if config.deterministic else config.stack
-    choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher, whole_gpu=whole_gpu)
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
+    with first_uses.beside(device, dtype, model_config.vocab_size):
+        choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher, whole_gpu=whole_gpu)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     return Backend(device, dtype, kv_dtype, kernels, choice.reason)
 

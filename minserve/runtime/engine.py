@@ -272,6 +272,7 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
         timeline.stop()
     limits = parts.runner.limits
     gc.freeze()  # the model stays: the collector need not walk over it again and again while tokens come
+    gc.enable()
     info = parts.info | {"startup_seconds": startup_seconds}
     log.info("ready after %.2f s", sum(startup_seconds.values()))
     connection.send(
