@@ -322,17 +322,17 @@ def _scale_rows(kind: Format, scale: StoredTensor, first: int, last: int) -> _Re
 
 
 def _goes(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces that are moved, or that are converted, in runs of about PIECE_BYTES: what one thread does in one go."""
-    go: list[_Piece] = []
-    size = 0
+    """Runs of about PIECE_BYTES, what one thread does in one go: of pieces that are moved, and of others that are converted."""
+    runs: dict[bool, list[_Piece]] = {True: [], False: []}
+    sizes = {True: 0, False: 0}
     for piece in pieces:
-        if go and (size + piece.num_bytes > PIECE_BYTES or (piece.place is None) != (go[0].place is None)):
-            yield go
-            go, size = [], 0
-        go.append(piece)
-        size += piece.num_bytes
-    if go:
-        yield go
+        moved = piece.place is not None
+        if runs[moved] and sizes[moved] + piece.num_bytes > PIECE_BYTES:
+            yield runs[moved]
+            runs[moved], sizes[moved] = [], 0
+        runs[moved].append(piece)
+        sizes[moved] += piece.num_bytes
+    yield from filter(None, runs.values())
 
 
 def _widened(kind: Format, stored: list[Tensor]) -> Tensor:
