@@ -164,6 +164,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def midway(self) -> bool:
+        """Whether a body has begun and not ended."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes | bytearray) -> list[bytes]:
         """Raises FrameError on a length over the limit."""
         self._buffer += data

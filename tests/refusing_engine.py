@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.graph_doubles import FakeRecorder
 
-from minserve.runtime import assembly, engine
+from minserve.runtime import engine, proof
 from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
@@ -21,5 +21,5 @@ def prove(_config: Any, _model: Any, runner: ModelRunner, *_: Any) -> dict[str, 
 
 
 if __name__ == "__main__":
-    assembly.prove = prove
+    proof.prove = prove
     engine.leave(engine.main())

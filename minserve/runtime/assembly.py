@@ -6,6 +6,7 @@ Resolves what the config left open, once, into the values that are logged and sh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -32,7 +33,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
-from minserve.runtime import canary, device_memory, expert_exchange, first_uses, kv_cache, parallel, self_check, shared_expert
+from minserve.runtime import device_memory, expert_exchange, first_uses, kv_cache, parallel, proof, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
@@ -79,8 +80,16 @@ class Parts:
     """For /server_info: what was resolved, in plain values."""
 
 
-def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> Parts:
-    """The parts of one rank of `group`. Raises ServerError: a sentence and an exit code for what cannot be."""
+def assemble(
+    config: Config,
+    timeline: Timeline,
+    group: Group | None = None,
+    while_device_works: Callable[[int], object] = lambda _: None,
+) -> Parts:
+    """The parts of one rank of `group`. Raises ServerError: a sentence and an exit code for what cannot be.
+
+    `while_device_works` is called with the vocabulary's size, perhaps, and several times: the host has nothing to do then.
+    """
     timeline.begin("config")
     group = group or parallel.alone()
     directory = model_directory(config)
@@ -111,7 +120,8 @@ def assemble(config: Config, timeline: Timeline, group: Group | None = None) -> 
         runner = ModelRunner(model, backend.kernels, cache, limits, backend.device)
     runner.low_latency_rows = None if exchange is None else exchange.low_latency_rows
     graphs = capture(config, runner, timeline)
-    checked = prove(config, model, runner, backend.kv_dtype, timeline, group)
+    meanwhile = functools.partial(while_device_works, model_config.vocab_size)
+    checked = proof.prove(config, model, runner, backend.kv_dtype, timeline, group, meanwhile)
     runner.rehearse()
     info = _describe(config, model, backend, size, report, plan, group, exchange) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
@@ -195,31 +205,6 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
             log.info("%s take %s (the largest captured first: %s)", what, gigabytes(sum(of.memory_bytes.values())), parts)
     captured = {"captured_batch_sizes": list(sizes), "captured_step_tokens": list(runner.limits.mixed_sizes)}
     return captured | {"graph_memory_bytes": memory}
-
-
-def prove(
-    config: Config, model: Decoder, runner: ModelRunner, kv_dtype: torch.dtype, timeline: Timeline, group: Group
-) -> dict[str, Any]:
-    """The self-check of --self-check, for /server_info; all ranks of the group in step. Raises SelfCheckFailed."""
-    if runner.device.type == "cpu":
-        return {"verdict": "no graphs on a CPU"}
-    if config.self_check == "off":
-        log.warning("--self-check off: graphs and kernels are not proven")
-        return {"verdict": "off (--self-check off)"}
-    timeline.begin("self check")
-    began = time.monotonic()
-    errors = canary.check_layers(model, runner.kernels, kv_dtype, config.page_size, group.collectives)
-    proven = self_check.check_graphs(runner, config.self_check, timeline.progress)
-    verdict = {
-        "verdict": "passed" if runner.graphs is not None else f"passed for the kernels; no graphs ({runner.eager_reason})",
-        "level": config.self_check,
-        "comparisons": proven.comparisons,
-        "streams_at_replay": {str(batch): count for batch, count in proven.streams.items()},
-        "layer_errors": errors,
-        "seconds": round(time.monotonic() - began, 3),
-    }
-    log.info("self-check: %s", verdict)
-    return verdict
 
 
 def load(

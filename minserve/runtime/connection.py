@@ -92,6 +92,11 @@ class FrontConnection:
         """Whether a `receive` would find something now, be it a part of a message."""
         return bool(self._bodies or self._readable.poll(0))
 
+    @property
+    def midway(self) -> bool:
+        """Whether a message has come in part: one that is longer than the socket's buffer comes as fast as it is read."""
+        return any(frames.midway for frames in self._frames)
+
     def receive(self, timeout: float) -> list[ToEngine]:
         """All messages that are there, after waiting up to `timeout` seconds for a first one. Raises FrontGone, FrameError."""
         if not self._bodies:

@@ -260,10 +260,10 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
         if seat.num_ranks > 1:
             timeline.begin("meet the other ranks")
         group = parallel.join(seat, config.watchdog_timeout, on_gpus=config.device != "cpu")
-        parts = assemble(config, timeline, group)
+        early = _Early(connection)
+        parts = assemble(config, timeline, group, early.listen)
         timeline.begin("vocabulary")
-        grammars = Grammars(parts.model.config.vocab_size)
-        heard = _heard_already(connection, grammars)
+        grammars = early.listen(parts.model.config.vocab_size)
         if seat.num_ranks > 1:
             timeline.begin("wait for the other ranks")
         group.wait_for_all("ready")
@@ -290,21 +290,30 @@ def start(connection: FrontConnection, seat: Seat) -> Engine:
     )
     controls = Controls(parts.scheduler, info, parts.runner.device, grammars, parts.model.expert_load)
     engine = Engine(connection, parts.scheduler, parts.runner, controls, grammars, group)
-    for message in heard:
+    for message in early.heard:
         engine.take(message)
     return engine
 
 
-def _heard_already(connection: FrontConnection, grammars: Grammars) -> list[messages.ToEngine]:
-    """Takes in the vocabulary, which takes a while, if the front has read its tokenizer by now; what else it has said."""
-    heard: list[messages.ToEngine] = []
-    while connection.readable:
-        for message in connection.receive(0.0):
-            if isinstance(message, messages.Vocabulary):
-                grammars.set_vocabulary(message.pieces, message.special_token_ids)
-            else:
-                heard.append(message)
-    return heard
+class _Early:
+    """What the front says while the engine starts. Its vocabulary takes a while to take in, best while the device is busy."""
+
+    def __init__(self, connection: FrontConnection) -> None:
+        self.heard: list[messages.ToEngine] = []
+        """All but the vocabulary."""
+        self._connection = connection
+        self._grammars: Grammars | None = None
+
+    def listen(self, vocab_size: int) -> Grammars:
+        """Takes in what the front has begun to say by now, to its end."""
+        grammars = self._grammars = self._grammars or Grammars(vocab_size)
+        while self._connection.readable or self._connection.midway:
+            for message in self._connection.receive(HEARTBEAT_SECONDS):
+                if isinstance(message, messages.Vocabulary):
+                    grammars.set_vocabulary(message.pieces, message.special_token_ids)
+                else:
+                    self.heard.append(message)
+        return grammars
 
 
 def serve(connection: FrontConnection, seat: Seat = ALONE) -> ExitCode:

@@ -84,22 +84,25 @@ class GraphVerdict:
 def check_graphs(
     runner: ModelRunner, level: Literal["fast", "full"], on_progress: Callable[[float], None] = lambda _: None
 ) -> GraphVerdict:
-    """Every captured size of the runner, before it has served anything. Raises SelfCheckFailed saying what differed."""
+    """Every captured size of the runner, before it has served anything. Raises SelfCheckFailed saying what differed.
+
+    `on_progress` hears the fraction that is done, each time while the device works; the longest work is the first.
+    """
     graphs = runner.graphs
     if graphs is None:
         return GraphVerdict(0, {})
     trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
     if runner.mixed_graphs is not None:
         sizes = _replayed(runner.mixed_graphs.sizes, runner.limits)
-        trials += [_mixed_trial(size, level, len(trials) + size, smallest=size == sizes[0]) for size in sizes]
+        mixed = [_mixed_trial(size, level, len(trials) + size, smallest=size == sizes[0]) for size in reversed(sizes)]
+        trials = mixed + trials
     before = _copies(runner.sampler, (*_STATE[:-1], "reals", "integers"))
     cache = PoisonedCache(runner.kv_cache, runner.model.attention_shape, runner.limits.page_size)
     comparisons = 0
     try:
         with _poisoned_token(runner.model) as poison:
             for done, trial in enumerate(trials):
-                on_progress(done / len(trials))
-                comparisons += _check(runner, trial, cache, poison)
+                comparisons += _check(runner, trial, cache, poison, functools.partial(on_progress, done / len(trials)))
         streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
     finally:
         cache.clear()
@@ -138,7 +141,9 @@ def _replayed(sizes: tuple[int, ...], limits: Limits) -> list[int]:
 
 
 @torch.inference_mode()
-def _check(runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int | None) -> int:
+def _check(
+    runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int | None, while_device_works: Callable[[], None]
+) -> int:
     """How many graphs were compared. The host waits for the device at the end alone: most eager runs keep it busier."""
     dice = random.Random(trial.seed)
     decodes = trial.kind == "decode"
@@ -198,6 +203,7 @@ def _check(runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int 
         doubts += _differences(f"{what}: it does not equal an eager run of the same batch", first, wanted[variant])
         doubts += _not_numbers(what, first)
     cache.poison_pages(step)
+    while_device_works()
     _settle(doubts)
     return len(replays)
 

@@ -52,9 +52,11 @@ def test_config_and_messages_in_one_piece(ends):
 def test_a_frame_may_come_byte_by_byte(ends):
     ours, connection = ends
     got = []
+    assert not connection.midway
     for byte in encode_frame(AbortRequests([7, 8])):
         ours.sendall(bytes([byte]))
         got += connection.receive(0.0)
+        assert connection.midway == (not got)
     assert got == [AbortRequests([7, 8])]
 
 
