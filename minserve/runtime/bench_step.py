@@ -119,24 +119,24 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
     _skew(model, options.skew)
     group.wait_for_all("loaded")
     shape = roofline.shape_from_config(model_config.raw)
-    loaded = time.monotonic()
+    loaded, rank = time.monotonic(), group.seat.rank
     rows: list[dict[str, Any]] = []
     hit: dict[int, float | None] = {}
     traces: list[dict[str, Any]] = []
     for batch in options.batch:
-        runner = _runner(model, backend, config, batch, options.context)
+        runner = _runner(model, backend, config, batch, options.context, rank)
         step = _step(runner, options.context)
-        hit[batch] = _distinct_experts(runner, step)
+        hit[batch] = _distinct_experts(runner, step, rank)
         floor = roofline.step_floor(shape, GPU, batch, options.context, options.ep_size).seconds * 1e3
         for mode in _modes(model, options):
-            rows.append(_measure(runner, step, mode, floor, options.steps))
+            rows.append(_measure(runner, step, mode, floor, options.steps, rank))
             log.info("%s", rows[-1])
         del runner
     if backend.on_gpu:  # a profiler may slow what comes after it, so it comes last
         for batch in options.batch if options.trace else options.batch[:1]:
-            runner = _runner(model, backend, config, batch, options.context)
+            runner = _runner(model, backend, config, batch, options.context, rank)
             for mode in (mode for mode in _modes(model, options) if mode != "eager"):
-                traces.append(_trace(runner, mode, _step(runner, options.context), options.trace))
+                traces.append(_trace(runner, mode, _step(runner, options.context), options.trace, rank))
             del runner
     return {
         "bench": "step",
@@ -190,12 +190,12 @@ def _with_layers(source: Path, layers: int | None, folder: Path) -> Path:
     return folder
 
 
-def _runner(model: Decoder, backend: Backend, config: Config, batch: int, context: int) -> ModelRunner:
+def _runner(model: Decoder, backend: Backend, config: Config, batch: int, context: int, rank: int) -> ModelRunner:
     pages_each, model_config = -(-context // config.page_size), model.config
     limits = Limits.of(config, model_config.vocab_size, batch * pages_each, pages_each * config.page_size)
     limits = msgspec.structs.replace(limits, max_num_seqs=batch, chunked_prefill_size=batch)
     shape = (limits.num_pages + 1, *kv_page_shape(model.attention_shape, config.page_size))
-    generator = torch.Generator(backend.device).manual_seed(0)
+    generator = torch.Generator(backend.device).manual_seed(rank)
     with kv_cache.refusal_of_memory(f"a KV cache of {limits.num_pages} pages"):
         cache = [torch.zeros(shape, dtype=backend.kv_dtype, device=backend.device) for _ in range(model.num_layers)]
     for layer in cache:
@@ -234,7 +234,7 @@ def _modes(model: Decoder, options: argparse.Namespace) -> Iterator[str]:
             yield from (f"graph {policy}" for policy in options.shared_expert)
 
 
-def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int) -> dict[str, Any]:
+def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, steps: int, rank: int) -> dict[str, Any]:
     """One line of the table, times in milliseconds.
 
     `step`: the median over the repeats of the mean step, one step in flight while the next is prepared, as the engine runs them;
@@ -243,7 +243,7 @@ def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, 
     batch = len(step.rows)
     steps = steps if mode != "eager" else max(3, steps // 5)
     graphs = _capture(runner, mode, batch) if mode != "eager" else None
-    tokens, later = _random_tokens(runner), _settled(step)
+    tokens, later = _random_tokens(runner, rank), _settled(step)
     _run(runner, later, tokens, WARM_STEPS)
     times = [_run(runner, later, tokens, steps) for _ in range(REPEATS)]
     median = statistics.median(times)
@@ -261,11 +261,11 @@ def _settled(step: ScheduledStep) -> ScheduledStep:
     return ScheduledStep.of(2, rows, len(rows))
 
 
-def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | None) -> dict[str, Any]:
+def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | None, rank: int) -> dict[str, Any]:
     """What a replay launches; with a folder also as a table, and one layer as a picture in it."""
     batch, recorder = runner.limits.max_num_seqs, KeepingRecorder(runner.device)
     graphs = _capture(runner, mode, batch, recorder)
-    runner.sampler.last_tokens.copy_(_random_tokens(runner)[0])
+    runner.sampler.last_tokens.copy_(_random_tokens(runner, rank)[0])
     runner.launch(step).result()
     traced = trace(runner, _settled(step), lambda: graphs.replay(batch, "argmax"), recorder.graphs[0])
     runner.graphs = None
@@ -300,9 +300,10 @@ def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder 
     return graphs
 
 
-def _random_tokens(runner: ModelRunner) -> Tensor:
-    """[16, slots + 1]: what the slots sampled last. New ones for each step, else random weights fall into a few tokens."""
-    generator = torch.Generator().manual_seed(0)
+def _random_tokens(runner: ModelRunner, rank: int) -> Tensor:
+    """[16, slots + 1]: what the slots sampled last. New ones for each step, else random weights fall into a few tokens; others on
+    each rank, else all would ask for the same few experts."""
+    generator = torch.Generator().manual_seed(rank)
     shape = (16, runner.limits.max_num_seqs + 1)
     return torch.randint(0, runner.limits.vocab_size, shape, generator=generator).to(runner.device)
 
@@ -343,8 +344,8 @@ def _device_time(runner: ModelRunner, step: ScheduledStep, graphs: StepGraphs[Sa
     return float(begin.elapsed_time(end)) / count
 
 
-def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
-    """Experts hit in a layer, the mean over the layers; None without experts."""
+def _distinct_experts(runner: ModelRunner, step: ScheduledStep, rank: int) -> float | None:
+    """Experts that the rank's own rows hit in a layer, the mean over the layers; None without experts."""
     counts: list[Tensor] = []
     table = runner.kernels
 
@@ -357,7 +358,7 @@ def _distinct_experts(runner: ModelRunner, step: ScheduledStep) -> float | None:
     routers = [module for module in runner.model.modules() if isinstance(module, Router)]
     for router in routers:
         router.kernels = dataclasses.replace(table, route=counting)
-    runner.sampler.last_tokens.copy_(_random_tokens(runner)[0])
+    runner.sampler.last_tokens.copy_(_random_tokens(runner, rank)[0])
     runner.launch(step).result()
     for router in routers:
         router.kernels = table

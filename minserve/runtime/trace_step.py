@@ -205,7 +205,7 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
         token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
         return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, _tensors((arguments[0], result)))))
     if entry == "experts_flat":
-        x, slots, _, experts = arguments
+        x, slots, _, experts = arguments[:4]  # and the rows' scales, where they travelled in FP8
         held = sum(map(_size, _tensors(experts))) / len(experts.w13)
         return len(slots[slots >= 0].unique()) * held + _size(x) + _size(result)
     if entry in ("gqa_inputs", "mla_inputs"):

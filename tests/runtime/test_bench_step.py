@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 from tiny_checkpoints import write_checkpoint
 from waiting import PATIENCE
 
@@ -85,3 +87,10 @@ def test_through_the_command_line(shape):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["bench"] == "step"
+
+
+def test_ranks_ask_for_tokens_of_their_own():
+    runner = types.SimpleNamespace(limits=types.SimpleNamespace(max_num_seqs=4, vocab_size=1000), device=torch.device("cpu"))
+    first, again, second = (bench_step._random_tokens(runner, rank) for rank in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not (first == second).all(1).any()

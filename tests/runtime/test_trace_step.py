@@ -73,6 +73,8 @@ def test_bytes_are_those_that_a_call_must_move() -> None:
     slots = torch.tensor([[0, 2], [2, -1]], dtype=torch.int32)
     hit = trace_step._bytes("experts_flat", (x, slots, torch.zeros(2, 2), experts), torch.zeros(2, 4), [])
     assert hit == 4 * (2 * (6 * 4 + 4 * 3) + 2 * (2 * 4))
+    travelled = (x, slots, torch.zeros(2, 2), experts, torch.zeros(2, 1))
+    assert trace_step._bytes("experts_flat", travelled, torch.zeros(2, 4), []) == hit
     shape, cache = AttentionShape("gqa", 4, 2, 8, 0, 1.0), torch.zeros(9, 2, 16, 2, 8)
     q = torch.zeros(2, 4, 8)
     attended = trace_step._bytes("gqa_attention", (q, cache, None, shape, None), q, [5, 7])
