@@ -67,7 +67,6 @@ def load_weights(
     `on_progress(bytes so far, bytes in all)`. CheckpointError names what is wrong.
     """
     started = time.monotonic()
-    destinations = list(model.destinations())
     done = total = 0
 
     def advance(count: int) -> None:
@@ -77,9 +76,9 @@ def load_weights(
             on_progress(done, total)
 
     notes = list(checkpoint.notes)
-    device = destinations[0].target.device if destinations else torch.device("cpu")
+    device = next((tensor.device for tensor in model.state_dict().values()), torch.device("cpu"))
     with torch.inference_mode(), WeightReader(checkpoint.files, device, threads) as reader:
-        proof = prove_load(model, checkpoint, destinations)
+        proof = prove_load(model, checkpoint, list(model.destinations()))
         total = sum(tensor.num_bytes for transfer in proof.transfers for tensor in transfer.sources)
         reader.run(proof.transfers, advance)
         notes += compare_tied_head(proof, checkpoint, reader)
