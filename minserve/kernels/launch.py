@@ -23,6 +23,7 @@ _Function = TypeVar("_Function")
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels in numpy, on tensors of the CPU, and knows no PTX."""
 _INTERPRETED_PROCESSORS = 132
+_INTERPRETED_SHARED = 228 << 10
 """An H200's, so that work is cut there as it is on one."""
 
 
@@ -37,6 +38,14 @@ def num_processors(device: torch.device) -> int:
         return _INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that the programs of one streaming multiprocessor share out among them."""
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED
+    size: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return size
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

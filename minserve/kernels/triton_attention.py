@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows
-from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors, shared_memory
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
 from minserve.kernels.triton_values import fp8_groups, fp8_scale
 
@@ -26,6 +26,15 @@ def _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n):
     """Tokens of each part of a row: `wanted` parts that are neither too short nor too long, and no more than there can be."""
     each = tl.minimum(tl.maximum(tl.cdiv(seq_len, wanted), least_part), long_part)
     return tl.cdiv(tl.maximum(each, tl.cdiv(seq_len, num_splits)), block_n) * block_n
+
+
+@triton.jit
+def _page_of(table, first, stop, page_size: tl.constexpr, block_n: tl.constexpr):
+    """The page of the block of a row's cache that begins at `first`, or of each of its places; 0 where none is left."""
+    place = first
+    if page_size % block_n != 0:
+        place = first + tl.arange(0, block_n)
+    return tl.load(table + place // page_size, mask=place < stop, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -147,15 +156,13 @@ def _attention_kernel(
     top = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_d], tl.float32)
+    page = _page_of(table, start, stop, page_size, block_n)
     for n in range(start, stop, block_n):
         place = n + tl.arange(0, block_n)
         visible = place < stop
-        if page_size % block_n == 0:
-            page = tl.load(table + n // page_size).to(tl.int64)
-            entry = page * page_stride + (n % page_size + tl.arange(0, block_n)) * token_stride + kv_head * head_stride
-        else:
-            page = tl.load(table + place // page_size, mask=visible, other=0).to(tl.int64)
-            entry = page * page_stride + (place % page_size) * token_stride + kv_head * head_stride
+        entry = page * page_stride + (place % page_size) * token_stride + kv_head * head_stride
+        # Looked up a block early: the compiler asks for blocks ahead only if it need not load their addresses first.
+        page = _page_of(table, n + block_n, stop, page_size, block_n)
         # Loads are masked, not their products: unused places of a page may hold NaN, and 0 * NaN is NaN.
         readable = visible[:, None] & in_dims[None, :]
         keys = tl.load(cache + entry[:, None] + dims[None, :], mask=readable, other=0.0)
@@ -274,17 +281,28 @@ class _Tiles:
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
 
 
 def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
     group = shape.num_heads // shape.num_kv_heads
     wide = shape.head_dim > 256
     if decode:
-        return _Tiles(16 if group <= 16 else 32, 64, 8 if wide else 4, 2 if wide else 3)
-    return _Tiles(64, 32, 8, 2) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8, 2)
+        return _Tiles(16 if group <= 16 else 32, 64, 8 if wide else 4)
+    return _Tiles(64, 32, 8) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8)
 
 
+def _stages(cache: Tensor, programs: int, block_n: int) -> int:
+    """Of grouped-query decode with so many programs for each processor; one less is how many blocks of the cache are on their
+    way at once. As many as leave all of those programs, or four, room beside each other."""
+    block_bytes = 2 * block_n * cache.shape[-1] * cache.element_size()
+    room = shared_memory(cache.device) // max(1, min(programs, 4)) - _OTHER_SHARED
+    return max(2, min(room // block_bytes + 1, 4))
+
+
+_NEARLY = 0.9
+"""Of the processors: so many busy ones are as good as all."""
+_OTHER_SHARED = 8 << 10
+"""Bytes of a program's shared memory that hold no cache."""
 MAX_SPLITS = 64
 _LEAST_PART = 256
 """Fewest tokens of a part, but for the last: shorter rows leave parts empty instead of cutting finer."""
@@ -310,7 +328,11 @@ class TritonAttention:
         rows, max_pages = metadata.page_table.shape
         programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
         room = max_pages * metadata.page_size
-        wanted = max(1, min(2 * self.num_processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
+        # Programs that leave few processors idle read as fast alone as by twos, and need no merging.
+        each = (
+            1 if _NEARLY * self.num_processors <= programs <= self.num_processors else 2 * self.num_processors // max(programs, 1)
+        )
+        wanted = max(1, min(each, triton.cdiv(room, tiles.block_n)))
         return TritonPlan(True, min(max(wanted, triton.cdiv(room, _LONG_PART)), MAX_SPLITS), min(wanted, MAX_SPLITS))
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
@@ -369,6 +391,9 @@ class TritonAttention:
         dependent = dependent_launch(q.device)
         scale_stride = 0 if scales is None else scales.stride(1)
         quantizing = {"quantize": scales is not None, "fp8_max": FP8_MAX}
+        deep = plan.decode and q_tail is None and cache.element_size() == 2
+        each = -(-blocks * shape.num_kv_heads * plan.wanted // self.num_processors)
+        num_stages = _stages(cache, each, tiles.block_n) if deep else 2
         parts = {"least_part": tiles.block_n if few else _LEAST_PART, "long_part": _LONG_PART}
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
@@ -413,7 +438,7 @@ class TritonAttention:
             **parts,
             early=few and dependent["dependent"],
             num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_stages=num_stages,
             **dependent,
         )
         if splits > 1:
