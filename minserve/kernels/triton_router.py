@@ -188,7 +188,7 @@ def cut_of(tokens: int) -> Cut:
     if tokens <= 8:
         return Cut(16, 32, 128, 512, 2, 3, 1)
     if tokens <= 256:
-        return Cut(64, 32, 128, 256, 4, 3, 1)
+        return Cut(64, 16, 256, 256, 4, 2, 1)
     return Cut(64, 128, 64, 128 if tokens <= 2048 else 256, 4, 4, 4)
 
 
