@@ -15,7 +15,7 @@ import flashinfer.mla
 import torch
 from torch import Tensor
 
-from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows
+from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.triton_attention import TritonAttention, TritonPlan
 from minserve.kernels.triton_cache import list_pages
 from minserve.kernels.triton_grouping import FP8_BLOCK, fp8_rows
@@ -109,7 +109,7 @@ class FlashInferAttention:
         """
         triton = self.triton.plan(metadata, shape)
         rows, tokens = metadata.page_table.shape[0], metadata.slot_mapping.shape[0]
-        decode = metadata.decode_only and tokens == rows  # a mixed graph's rows may by chance all have one token
+        decode = metadata.one_token_each
         if not _covers(shape) or (decode and (shape.kind == "gqa" or rows < self.least_mla_rows)):
             return FlashInferPlan(triton, None)
         # All steps of a graph must run on pairs, as its recording does.
@@ -220,6 +220,36 @@ class FlashInferAttention:
         if (plan.wrapper is None or cache.dtype != _DTYPE) and shape.head_dim % FP8_BLOCK == 0:
             return self.triton.gqa_fp8(q, cache, metadata, shape, plan.triton)
         return fp8_rows(self.gqa(q, cache, metadata, shape, plan).flatten(1))
+
+    def gqa_decode(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: RotaryTable,
+        positions: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: FlashInferPlan,
+    ) -> Tensor:
+        """`gqa_inputs` of qkv [T, (Hq + 2 Hkv) D], then `gqa`, for rows of one token each: [T, Hq, D]."""
+        return self.triton.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan.triton)
+
+    def gqa_decode_fp8(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: RotaryTable,
+        positions: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: FlashInferPlan,
+    ) -> Fp8Rows:
+        """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]."""
+        if shape.head_dim % FP8_BLOCK:
+            return fp8_rows(self.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan).flatten(1))
+        return self.triton.gqa_decode_fp8(qkv, norms, rotary, positions, cache, metadata, shape, plan.triton)
 
     def mla(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class AttentionMetadata:
     @property
     def decode_only(self) -> bool:
         return all(length == 1 for length in self.query_lens_host)
+
+    @property
+    def one_token_each(self) -> bool:
+        """Token t is row t's, and its last. A mixed graph's rows may by chance all have one token, but it has more tokens."""
+        return self.decode_only and self.slot_mapping.shape[0] == len(self.query_lens_host)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,6 +150,13 @@ class RouterConfig:
     """Slots behind the E routed experts' that every token takes as well, with weight 1: a shared expert's."""
 
 
+Result = TypeVar("Result")
+GqaDecode = Callable[
+    [Tensor, HeadNorms | None, RotaryTable, Tensor, Tensor, AttentionMetadata, AttentionShape, Any],
+    Result,
+]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fp8RowKernels:
     """Entries that hand rows to a linear layer in FP8, so that it need not quantise them itself.
@@ -164,6 +176,8 @@ class Fp8RowKernels:
     heads_linear: Callable[[Tensor, Tensor], Fp8Rows]
     """-> [T, Hq * N]"""
     gqa_attention: Callable[[Tensor, Tensor, AttentionMetadata, AttentionShape, Any], Fp8Rows]
+    """-> [T, Hq * D]"""
+    gqa_decode: GqaDecode[Fp8Rows] | None = None
     """-> [T, Hq * D]"""
 
 
@@ -215,6 +229,9 @@ class Kernels:
     record_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     """(values fp32 [N, S], ids int64 [N, S], slots int64 [N], last_tokens int64, output_index int32, broken_rows int32, each
     [slots], token_counts int32 [slots, V]) -> tokens int64 [N], which those four are told of."""
+    gqa_decode: GqaDecode[Tensor] | None = None
+    """(qkv, norms, rotary, positions, cache, metadata, shape, plan) -> [T, Hq, D]: `gqa_inputs`, then `gqa_attention`, of a step
+    with one token in each row, in one launch; None where there is no such kernel."""
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """x [T, H] -> FP8 [T, H], scales fp32 [T, ceil(H / 128)]: for rows that travel to FP8 experts of other ranks."""
     fp8_rows: Fp8RowKernels | None = None

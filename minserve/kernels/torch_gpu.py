@@ -36,6 +36,7 @@ def deterministic(device: torch.device) -> Kernels:
         route=functools.partial(triton_router.route, fixed=True),
         experts_flat=functools.partial(triton_experts.experts_tiled, sizes=FIXED_SIZES),
         gqa_inputs=functools.partial(triton_cache.gqa_inputs, fixed=True),
+        gqa_decode=None,
         mla_inputs=functools.partial(triton_cache.mla_inputs, block_m=64),
         heads_linear=functools.partial(triton_cache.heads_linear, block_m=64),
     )
@@ -58,6 +59,7 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
         mla_attention=attention.mla,
+        gqa_decode=attention.gqa_decode,
         part_maxima=triton_sampling.part_maxima,
         record_tokens=triton_sampling.record_tokens,
         keeps_fp8=True,

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows
+from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors, shared_memory
+from minserve.kernels.triton_cache import gqa_inputs
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
-from minserve.kernels.triton_values import fp8_groups, fp8_scale
+from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, rotation, turned
 
 
 @triton.jit
@@ -49,7 +51,13 @@ def _attention_kernel(
     out_scales,
     partial,
     partial_lse,
+    q_gain,
+    k_gain,
+    cos_sin,
+    positions,
+    slot_mapping,
     scale,
+    eps,
     num_rows,
     blocks_per_row,
     num_splits,
@@ -72,6 +80,10 @@ def _attention_kernel(
     decode: tl.constexpr,
     split: tl.constexpr,
     latent: tl.constexpr,
+    raw: tl.constexpr,
+    normed: tl.constexpr,
+    rot: tl.constexpr,
+    interleaved: tl.constexpr,
     quantize: tl.constexpr,
     fp8_max: tl.constexpr,
     fp8_block: tl.constexpr,
@@ -88,6 +100,8 @@ def _attention_kernel(
     """One block of (query token, head) pairs of one row and key-value head, over one part of the row's cache.
 
     Pairs of a row and key-value head are numbered token * group + head. `latent`: the value is the key's first part (MLA).
+    `raw`: rows of one token each, whose queries, keys and values lie in q as a projection left them; the part that holds the
+    token takes its key and value from there, and writes them to the cache.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -131,6 +145,19 @@ def _attention_kernel(
         start = part * each
         stop = tl.minimum(stop, start + each)
     table = page_table + row.to(tl.int64) * table_stride
+    if raw:
+        turning = dims < rot
+        angle, partner, sign = rotation(dims, rot, interleaved)
+        angles = cos_sin + tl.load(positions + row) * rot
+        cos = tl.load(angles + angle, mask=turning, other=1.0)
+        sin = tl.load(angles + rot // 2 + angle, mask=turning, other=0.0) * sign
+        slot = tl.load(slot_mapping + row)
+        q_gains, q_partners, k_gains, k_partners = cos, cos, cos, cos
+        if normed:
+            q_gains = tl.load(q_gain + dims, mask=in_dims, other=0.0).to(tl.float32)
+            k_gains = tl.load(k_gain + dims, mask=in_dims, other=0.0).to(tl.float32)
+            q_partners = tl.load(q_gain + partner, mask=turning, other=0.0).to(tl.float32)
+            k_partners = tl.load(k_gain + partner, mask=turning, other=0.0).to(tl.float32)
     if early:
         # What lies in the cache from earlier steps can be fetched while the kernel before still runs.
         soon = start + tl.arange(0, block_n)
@@ -156,13 +183,39 @@ def _attention_kernel(
     top = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_d], tl.float32)
-    page = _page_of(table, start, stop, page_size, block_n)
-    for n in range(start, stop, block_n):
+    cached = stop
+    if raw:
+        other = tl.load(
+            q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + partner[None, :],
+            mask=real[:, None] & turning[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        wide = q_tile.to(tl.float32)
+        wide = turned(wide, other, q_gains[None, :], q_partners[None, :], cos, sin, eps, head_dim, normed)
+        q_tile = wide.to(q_tile.dtype)
+        cached = tl.minimum(stop, seq_len - 1)
+        if (start < stop) & (stop == seq_len):
+            new = q + row.to(tl.int64) * q_token_stride + (num_heads + kv_head) * q_head_stride + tl.arange(0, 1)[:, None]
+            own = tl.load(new + dims[None, :], mask=in_dims[None, :], other=0.0).to(tl.float32)
+            beside = tl.load(new + partner[None, :], mask=turning[None, :], other=0.0).to(tl.float32)
+            value = tl.load(new + num_heads // group * head_dim + dims[None, :], mask=in_dims[None, :], other=0.0)
+            key = turned(own, beside, k_gains[None, :], k_partners[None, :], cos, sin, eps, head_dim, normed)
+            key, value = key.to(cache.dtype.element_ty), value.to(cache.dtype.element_ty)
+            spot = cache + slot // page_size * page_stride + slot % page_size * token_stride + kv_head * head_stride
+            spot += tl.arange(0, 1)[:, None] + dims[None, :]
+            written = in_dims[None, :] & (slot >= 0) & (first == 0)
+            tl.store(spot, key, mask=written)
+            tl.store(spot + value_offset, value, mask=written)
+            top = tl.sum(q_tile.to(tl.float32) * key.to(q_tile.dtype).to(tl.float32), axis=1) * scale
+            total += 1.0
+            acc += value.to(tl.float32)
+    page = _page_of(table, start, cached, page_size, block_n)
+    for n in range(start, cached, block_n):
         place = n + tl.arange(0, block_n)
-        visible = place < stop
+        visible = place < cached
         entry = page * page_stride + (place % page_size) * token_stride + kv_head * head_stride
         # Looked up a block early: the compiler asks for blocks ahead only if it need not load their addresses first.
-        page = _page_of(table, n + block_n, stop, page_size, block_n)
+        page = _page_of(table, n + block_n, cached, page_size, block_n)
         # Loads are masked, not their products: unused places of a page may hold NaN, and 0 * NaN is NaN.
         readable = visible[:, None] & in_dims[None, :]
         keys = tl.load(cache + entry[:, None] + dims[None, :], mask=readable, other=0.0)
@@ -196,6 +249,7 @@ def _attention_kernel(
     target = out + flat[:, None] * head_dim + dims[None, :]
     if quantize:
         values, scales = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)
+        target = out + flat[:, None] * head_dim + fp8_columns(block_d)[None, :]
         tl.store(target, values.to(out.dtype.element_ty), mask=done[:, None] & in_dims[None, :])
         in_head = tl.arange(0, block_d // fp8_block)
         group = head[:, None] * (head_dim // fp8_block) + in_head[None, :]
@@ -275,6 +329,16 @@ class TritonPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RawHeads:
+    """What turns a projection's output into the heads that attention reads."""
+
+    norms: HeadNorms | None
+    rotary: RotaryTable
+    positions: Tensor
+    """int64 [T]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Tiles:
     """Block sizes and launch options of one kind of attention."""
 
@@ -291,12 +355,24 @@ def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
     return _Tiles(64, 32, 8) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8)
 
 
+def _decode_programs(metadata: AttentionMetadata, shape: AttentionShape) -> int:
+    """For one part of each row."""
+    blocks: int = triton.cdiv(shape.num_heads // shape.num_kv_heads, _tiles(shape, True).block_m)
+    return metadata.page_table.shape[0] * shape.num_kv_heads * blocks
+
+
 def _stages(cache: Tensor, programs: int, block_n: int) -> int:
     """Of grouped-query decode with so many programs for each processor; one less is how many blocks of the cache are on their
     way at once. As many as leave all of those programs, or four, room beside each other."""
     block_bytes = 2 * block_n * cache.shape[-1] * cache.element_size()
     room = shared_memory(cache.device) // max(1, min(programs, 4)) - _OTHER_SHARED
     return max(2, min(room // block_bytes + 1, 4))
+
+
+def _most_registers(tiles: _Tiles, programs: int, head_dim: int) -> int | None:
+    """Of a thread of grouped-query decode with so many programs for each processor: with a few more, three of them would run side
+    by side and not four."""
+    return 128 if programs > 3 and tiles.num_warps == 4 and head_dim <= 128 else None
 
 
 _NEARLY = 0.9
@@ -325,9 +401,7 @@ class TritonAttention:
         if self.fixed or not metadata.decode_only:
             return TritonPlan(False)
         tiles = _tiles(shape, True)
-        rows, max_pages = metadata.page_table.shape
-        programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
-        room = max_pages * metadata.page_size
+        programs, room = _decode_programs(metadata, shape), metadata.page_table.shape[1] * metadata.page_size
         # Programs that leave few processors idle read as fast alone as by twos, and need no merging.
         each = (
             1 if _NEARLY * self.num_processors <= programs <= self.num_processors else 2 * self.num_processors // max(programs, 1)
@@ -344,9 +418,64 @@ class TritonAttention:
     def gqa_fp8(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Fp8Rows:
         """`gqa` of bf16 queries, quantised: [T, Hq * D]; D is a multiple of 128."""
         out = empty_fp8_rows(q.shape[0], shape.num_heads * shape.head_dim, q.device)
-        strides = cache.stride(2), cache.stride(3), cache.stride(1)
-        self._run(q, None, cache, strides, metadata, shape, plan, out.values, out.scales)
+        self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan, out)
         return out
+
+    def gqa_decode(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: RotaryTable,
+        positions: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: TritonPlan,
+    ) -> Tensor:
+        """`gqa_inputs` of qkv [T, (Hq + 2 Hkv) D], then `gqa`, for rows of one token each, in one launch if that is faster."""
+        if not self._at_once(metadata, shape, plan):
+            q = gqa_inputs(qkv, norms, rotary, positions, cache, metadata.slot_mapping, shape)
+            return self.gqa(q, cache, metadata, shape, plan)
+        out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        self._run_raw(qkv, RawHeads(norms, rotary, positions), cache, metadata, shape, plan, out)
+        return out
+
+    def gqa_decode_fp8(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: RotaryTable,
+        positions: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: TritonPlan,
+    ) -> Fp8Rows:
+        """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]; D is a multiple of 128."""
+        if not self._at_once(metadata, shape, plan):
+            q = gqa_inputs(qkv, norms, rotary, positions, cache, metadata.slot_mapping, shape)
+            return self.gqa_fp8(q, cache, metadata, shape, plan)
+        out = empty_fp8_rows(qkv.shape[0], shape.num_heads * shape.head_dim, qkv.device)
+        self._run_raw(qkv, RawHeads(norms, rotary, positions), cache, metadata, shape, plan, out)
+        return out
+
+    def _at_once(self, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> bool:
+        """Whether attention prepares heads itself. That takes registers, so that fewer programs run side by side, and many need
+        more turns."""
+        return plan.decode and _decode_programs(metadata, shape) * plan.wanted <= 2 * self.num_processors
+
+    def _run_raw(
+        self,
+        qkv: Tensor,
+        raw: RawHeads,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        plan: TritonPlan,
+        out: Tensor | Fp8Rows,
+    ) -> None:
+        heads, strides = qkv.unflatten(1, (-1, shape.head_dim)), (cache.stride(2), cache.stride(3), cache.stride(1))
+        self._run(heads, None, cache, strides, metadata, shape, plan, out, raw)
 
     def mla(
         self,
@@ -371,94 +500,102 @@ class TritonAttention:
         metadata: AttentionMetadata,
         shape: AttentionShape,
         plan: TritonPlan,
-        out: Tensor,
-        scales: Tensor | None = None,
+        out: Tensor | Fp8Rows,
+        raw: RawHeads | None = None,
     ) -> None:
-        """`strides`: of a token, of a key-value head, and from a key to its value. `scales`: of `out`, where it is FP8."""
-        tokens, heads, head_dim = q.shape
+        """`strides`: of a token, of a key-value head, and from a key to its value. `raw`: q [T, Hq + 2 Hkv, D] is such."""
+        tokens, heads, head_dim, device = q.shape[0], shape.num_heads, shape.head_dim, q.device
         if tokens == 0:
             return
         tiles, group, rows = _tiles(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
         blocks_per_row = triton.cdiv(group, tiles.block_m)
         blocks = rows * blocks_per_row if plan.decode else tokens * group // tiles.block_m + rows
-        splits = plan.num_splits
-        partial = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=q.device) if splits > 1 else out
-        lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device) if splits > 1 else out
-        tail = q if q_tail is None else q_tail
+        splits, tail = plan.num_splits, q if q_tail is None else q_tail
+        values, scales = (out.values, out.scales) if isinstance(out, Fp8Rows) else (out, None)
+        partial, lse = values, values
+        if splits > 1:
+            partial = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=device)
+            lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=device)
         block_d = max(16, triton.next_power_of_2(head_dim))
         # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
         few = blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
-        dependent = dependent_launch(q.device)
-        scale_stride = 0 if scales is None else scales.stride(1)
-        quantizing = {"quantize": scales is not None, "fp8_max": FP8_MAX}
+        dependent = dependent_launch(device)
+        common: dict[str, Any] = {
+            "out": values,
+            "out_scales": values if scales is None else scales,
+            "scale_stride": 0 if scales is None else scales.stride(1),
+            "quantize": scales is not None,
+            "fp8_max": FP8_MAX,
+            "partial": partial,
+            "partial_lse": lse,
+            "seq_lens": metadata.seq_lens,
+            "num_splits": splits,
+            "wanted": plan.wanted,
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "block_n": tiles.block_n,
+            # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
+            "least_part": tiles.block_n if few else _LEAST_PART,
+            "long_part": _LONG_PART,
+            **dependent,
+        }
         deep = plan.decode and q_tail is None and cache.element_size() == 2
         each = -(-blocks * shape.num_kv_heads * plan.wanted // self.num_processors)
         num_stages = _stages(cache, each, tiles.block_n) if deep else 2
-        parts = {"least_part": tiles.block_n if few else _LEAST_PART, "long_part": _LONG_PART}
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
             tail,
             cache,
             metadata.page_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            out,
-            out if scales is None else scales,
-            partial,
-            lse,
-            shape.scale * math.log2(math.e),
-            rows,
-            blocks_per_row,
-            splits,
-            plan.wanted,
-            heads,
-            group,
-            q.stride(0),
-            q.stride(1),
-            tail.stride(0),
-            tail.stride(1),
-            cache.stride(0),
-            *strides,
-            metadata.page_table.stride(0),
-            scale_stride,
-            head_dim=head_dim,
+            query_start=metadata.query_start_loc,
+            **_raw_operands(q, raw, metadata),
+            scale=shape.scale * math.log2(math.e),
+            num_rows=rows,
+            blocks_per_row=blocks_per_row,
+            group=group,
+            q_token_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            tail_token_stride=tail.stride(0),
+            tail_head_stride=tail.stride(1),
+            page_stride=cache.stride(0),
+            token_stride=strides[0],
+            head_stride=strides[1],
+            value_offset=strides[2],
+            table_stride=metadata.page_table.stride(0),
             tail_dim=0 if q_tail is None else q_tail.shape[2],
             page_size=metadata.page_size,
             decode=plan.decode,
             split=splits > 1,
             latent=q_tail is not None,
-            **quantizing,
             fp8_block=FP8_BLOCK,
             block_m=tiles.block_m,
-            block_n=tiles.block_n,
             block_d=block_d,
-            lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
-            # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
-            **parts,
+            lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             early=few and dependent["dependent"],
             num_warps=tiles.num_warps,
             num_stages=num_stages,
-            **dependent,
+            maxnreg=_most_registers(tiles, each, head_dim) if deep else None,
+            **common,
         )
         if splits > 1:
             merge_d = min(128, block_d)
-            _merge_kernel[(tokens * heads, triton.cdiv(head_dim, merge_d))](
-                partial,
-                lse,
-                out,
-                out if scales is None else scales,
-                metadata.seq_lens,
-                splits,
-                plan.wanted,
-                heads,
-                scale_stride,
-                head_dim=head_dim,
-                **quantizing,
-                block_splits=triton.next_power_of_2(splits),
-                block_d=merge_d,
-                block_n=tiles.block_n,
-                **parts,
-                num_warps=4,
-                **dependent,
-            )
+            grid = tokens * heads, triton.cdiv(head_dim, merge_d)
+            _merge_kernel[grid](block_splits=triton.next_power_of_2(splits), block_d=merge_d, num_warps=4, **common)
+
+
+def _raw_operands(q: Tensor, raw: RawHeads | None, metadata: AttentionMetadata) -> dict[str, Any]:
+    """What the kernel is told of them; q stands in for what is not there."""
+    norms = None if raw is None else raw.norms
+    return {
+        "q_gain": q if norms is None else norms.q,
+        "k_gain": q if norms is None else norms.k,
+        "cos_sin": q if raw is None else raw.rotary.cos_sin,
+        "positions": q if raw is None else raw.positions,
+        "slot_mapping": metadata.slot_mapping,
+        "eps": 0.0 if norms is None else norms.eps,
+        "raw": raw is not None,
+        "normed": norms is not None,
+        "rot": 0 if raw is None else raw.rotary.cos_sin.shape[1],
+        "interleaved": raw is not None and raw.rotary.interleaved,
+    }

@@ -13,22 +13,7 @@ from torch import Tensor
 from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows, fp8_rows
-from minserve.kernels.triton_values import fp8_groups
-
-
-@triton.jit
-def _rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
-    """For each dim of a head: its angle's number, the dim it turns with, and the sign of that one's share."""
-    half: tl.constexpr = rot // 2
-    if interleaved:
-        first = dims % 2 == 0
-        return dims // 2, tl.where(first, dims + 1, dims - 1), tl.where(first, -1.0, 1.0)
-    first = dims < half
-    partner = tl.where(first, dims + half, dims - half)
-    if half % 8 == 0:
-        # Eight neighbours' partners are neighbours too, which the compiler cannot know: else it loads them one by one.
-        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
-    return dims % half, partner, tl.where(first, -1.0, 1.0)
+from minserve.kernels.triton_values import fp8_columns, fp8_groups, rotation, turned
 
 
 @triton.jit
@@ -63,9 +48,10 @@ def _gqa_inputs_kernel(
     dims = tl.arange(0, block_dim)
     inside = (head < q_heads + 2 * kv_heads)[:, None] & (dims < head_dim)[None, :]
     turning = dims < rot
-    angle, partner, sign = _rotation(dims, rot, interleaved)
+    angle, partner, sign = rotation(dims, rot, interleaved)
     query = head < q_heads
     value = head >= q_heads + kv_heads
+    gain, partner_gain = 1.0, 1.0
     if normed:
         gain = tl.where(
             query[:, None],
@@ -86,12 +72,7 @@ def _gqa_inputs_kernel(
     source = qkv + token * token_stride + head[:, None] * head_dim
     own = tl.load(source + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
-    turned_own = own
-    if normed:
-        factor = tl.rsqrt(tl.sum(own * own, axis=1) / head_dim + eps)[:, None]
-        turned_own = own * factor * gain
-        other = other * factor * partner_gain
-    result = tl.where(value[:, None], own, turned_own * cos[None, :] + other * sin[None, :])
+    result = tl.where(value[:, None], own, turned(own, other, gain, partner_gain, cos, sin, eps, head_dim, normed))
     target = q_out + (token * q_heads + head[:, None]) * head_dim + dims[None, :]
     tl.store(target, result.to(q_out.dtype.element_ty), mask=inside & query[:, None])
     page = (slot // page_size).to(tl.int64)
@@ -164,7 +145,7 @@ def _turn(source, target, position, written, cos_sin, rope: tl.constexpr, interl
     """The row of `rope` dims at each source pointer, turned, to its target pointer."""
     dims = tl.arange(0, block_rope)
     turning = (dims < rope)[None, :]
-    angle, partner, sign = _rotation(dims, rope, interleaved)
+    angle, partner, sign = rotation(dims, rope, interleaved)
     row = cos_sin + position[:, None] * rope + angle[None, :]
     cos = tl.load(row, mask=turning, other=1.0)
     sin = tl.load(row + rope // 2, mask=turning, other=0.0) * sign[None, :]
@@ -363,7 +344,8 @@ def _heads_kernel(
         group = tl.program_id(2) * (block_n // fp8_block) + tl.arange(0, block_n // fp8_block)
         spot = scales + (head * (out_width // fp8_block) + group)[None, :] * scale_stride + token[:, None]
         tl.store(spot, scale, mask=(token < tokens)[:, None] & (group < out_width // fp8_block)[None, :])
-        tl.store(out + flat, values.to(out.dtype.element_ty), mask=inside)
+        flat = (token[:, None].to(tl.int64) * num_heads + head) * out_width + tl.program_id(2) * block_n
+        tl.store(out + flat + fp8_columns(block_n)[None, :], values.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + flat, result, mask=inside)
 

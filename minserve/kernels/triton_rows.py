@@ -15,7 +15,7 @@ from torch import Tensor
 from minserve.kernels.interface import Fp8Rows
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
-from minserve.kernels.triton_values import fp8_groups, silu_and_gate
+from minserve.kernels.triton_values import fp8_columns, fp8_groups, silu_and_gate
 
 
 @triton.jit
@@ -61,7 +61,8 @@ def _rms_norm_kernel(
         group = tl.arange(0, block_width // fp8_block)
         spot = scales + group[None, :] * scale_stride + rows[:, None]
         tl.store(spot, scale, mask=(rows < num_rows)[:, None] & (group * fp8_block < width)[None, :])
-        tl.store(out + flat, values.to(out.dtype.element_ty), mask=inside)
+        target = out + rows[:, None] * width + fp8_columns(block_width)[None, :]
+        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + flat, normed, mask=inside)
 

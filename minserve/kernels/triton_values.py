@@ -1,4 +1,5 @@
-"""What our Triton kernels do to values in registers in more than one place: gated activation, halves, FP8 with its scale.
+"""What our Triton kernels do to values in registers in more than one place: gated activation, halves, FP8 with its scale,
+turned heads.
 
 Knows no layout.
 """
@@ -36,3 +37,35 @@ def fp8_groups(values, fp8_max: tl.constexpr, block: tl.constexpr):
     grouped = tl.reshape(values, [rows * groups, block])
     scale = fp8_scale(grouped, fp8_max)
     return tl.reshape(grouped / scale[:, None], [rows, groups * block]), tl.reshape(scale, [rows, groups])
+
+
+@triton.jit
+def fp8_columns(width: tl.constexpr):
+    """0 to width, for addresses of FP8 values. The compiler stores eight of them at once, not sixteen: it would lay out what they
+    come from otherwise than for bf16, and sums of it would be added up in another order."""
+    return tl.max_contiguous(tl.arange(0, width), 8)
+
+
+@triton.jit
+def rotation(dims, rot: tl.constexpr, interleaved: tl.constexpr):
+    """For each dim of a head: its angle's number, the dim it turns with, and the sign of that one's share."""
+    half: tl.constexpr = rot // 2
+    if interleaved:
+        first = dims % 2 == 0
+        return dims // 2, tl.where(first, dims + 1, dims - 1), tl.where(first, -1.0, 1.0)
+    first = dims < half
+    partner = tl.where(first, dims + half, dims - half)
+    if half % 8 == 0:
+        # Eight neighbours' partners are neighbours too, which the compiler cannot know: else it loads them one by one.
+        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+    return dims % half, partner, tl.where(first, -1.0, 1.0)
+
+
+@triton.jit
+def turned(own, other, gain, partner_gain, cos, sin, eps, head_dim: tl.constexpr, normed: tl.constexpr):
+    """Heads [M, D], normed and turned; `other` has each dim's partner in its place, `partner_gain` that one's gain."""
+    if normed:
+        factor = tl.rsqrt(tl.sum(own * own, axis=1) / head_dim + eps)[:, None]
+        own = own * factor * gain
+        other = other * factor * partner_gain
+    return own * cos[None, :] + other * sin[None, :]

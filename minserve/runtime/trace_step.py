@@ -36,8 +36,8 @@ from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.step import ScheduledStep
 
-_ATTENTION = ("gqa_attention", "mla_attention")
-_FP8_ENTRIES = ("linear", "rms_norm", "add_rms_norm", "silu_and_mul", "heads_linear", "gqa_attention")
+_ATTENTION = ("gqa_attention", "mla_attention", "gqa_decode")
+_FP8_ENTRIES = ("linear", "rms_norm", "add_rms_norm", "silu_and_mul", "heads_linear", "gqa_attention", "gqa_decode")
 """Those that have a twin which reads or writes FP8 rows: both are called alike."""
 _ENTRIES = (
     *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
@@ -184,7 +184,7 @@ def _recording(kernels: Kernels, moved: dict[str, float], seq_lens: Sequence[int
         return recorded
 
     def wrapped(table: Kernels | Fp8RowKernels, entries: Sequence[str]) -> dict[str, Any]:
-        return {entry: wrap(entry, getattr(table, entry)) for entry in entries}
+        return {entry: wrap(entry, getattr(table, entry)) for entry in entries if getattr(table, entry) is not None}
 
     fp8 = kernels.fp8_rows
     if fp8 is not None:
@@ -201,7 +201,7 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
     """What a call must read and write: each tensor once, of the cache the rows' tokens, of the experts those that were hit."""
     if entry in _ATTENTION:
         shape = next(argument for argument in arguments if isinstance(argument, AttentionShape))
-        cache = arguments[1] if entry == "gqa_attention" else arguments[2]
+        cache = arguments[{"gqa_attention": 1, "mla_attention": 2, "gqa_decode": 4}[entry]]
         token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
         return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, _tensors((arguments[0], result)))))
     if entry == "experts_flat":

@@ -125,6 +125,18 @@ def gqa_attention_into_fp8(kernels: Kernels, rows: int) -> Case:
     return Case([q, layer], lambda: parts_of(engine.gqa_fp8(q, layer, metadata, GQA, engine.plan(metadata, GQA))))
 
 
+def gqa_decode(kernels: Kernels, rows: int) -> Case:
+    metadata, norms = (
+        step([1] * rows, [random.randint(65, 200) for _ in range(rows)], 64),
+        HeadNorms(normal(128), normal(128), 1e-6),
+    )
+    qkv, layer, plan = normal(rows, 40 * 128), cache(metadata, GQA), kernels.plan_attention(metadata, GQA)
+    rotary, positions = table(128), metadata.seq_lens.long() - 1
+    assert kernels.gqa_decode is not None
+    decode = kernels.gqa_decode
+    return Case([qkv, layer], lambda: (decode(qkv, norms, rotary, positions, layer, metadata, GQA, plan), layer))
+
+
 def heads_linear_into_fp8(kernels: Kernels, rows: int) -> Case:
     from minserve.kernels.triton_cache import heads_linear_fp8
 
@@ -185,6 +197,7 @@ CASES = [
     heads_linear,
     gqa_attention,
     gqa_attention_into_fp8,
+    gqa_decode,
     heads_linear_into_fp8,
     mla_attention,
     experts,

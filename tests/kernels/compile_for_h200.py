@@ -243,7 +243,12 @@ def into_fp8_rows() -> None:
             triton_rows.add_rms_norm_fp8(empty(tokens, width), empty(tokens, width), empty(width), 1e-6)
         meta, attention = metadata(1, tokens, 2048), triton_attention.TritonAttention(DEVICE)
         cache = empty(64, *kv_page_shape(shape, PAGE))
-        attention.gqa_fp8(empty(tokens, 32, 128), cache, meta, shape, attention.plan(meta, shape))
+        plan = attention.plan(meta, shape)
+        attention.gqa_fp8(empty(tokens, 32, 128), cache, meta, shape, plan)
+        rotary = RotaryTable(empty(4096, 128, dtype=torch.float32), interleaved=False)
+        gains, positions = HeadNorms(empty(128), empty(128), 1e-6), torch.zeros(tokens, dtype=torch.int64)
+        for decode in (attention.gqa_decode, attention.gqa_decode_fp8):
+            decode(empty(tokens, 40 * 128), gains, rotary, positions, cache, meta, shape, plan)
         triton_cache.heads_linear_fp8(empty(tokens, 128, 512), empty(128, 128, 512).transpose(1, 2))
 
 

@@ -41,11 +41,13 @@ class GroupedQueryAttention(nn.Module):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        cache, step, plan, kernels = ctx.kv_cache[self.layer], ctx.attention, ctx.attention_plan, self.kernels
-        q = kernels.gqa_inputs(self.qkv(hidden), norms, self.rotary.table, positions, cache, step.slot_mapping, self.shape)
-        fp8 = self.output.fp8_for(q)
-        if fp8 is not None:
-            output: Tensor = self.output(fp8.gqa_attention(q, cache, step, self.shape, plan))
+        cache, step, plan, table = ctx.kv_cache[self.layer], ctx.attention, ctx.attention_plan, self.rotary.table
+        qkv = self.qkv(hidden)
+        kernels = self.output.fp8_for(qkv) or self.kernels
+        if kernels.gqa_decode is not None and step.one_token_each:
+            result = kernels.gqa_decode(qkv, norms, table, positions, cache, step, self.shape, plan)
         else:
-            output = self.output(kernels.gqa_attention(q, cache, step, self.shape, plan).flatten(1))
+            q = self.kernels.gqa_inputs(qkv, norms, table, positions, cache, step.slot_mapping, self.shape)
+            result = kernels.gqa_attention(q, cache, step, self.shape, plan)
+        output: Tensor = self.output(result if isinstance(result, Fp8Rows) else result.flatten(1))
         return output
