@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minserve.kernels import triton_experts, triton_linear
 from minserve.kernels.expert_choices import ExpertChoices
-from minserve.kernels.interface import ExpertWeights, Fp8Rows, LinearWeight
+from minserve.kernels.interface import ExpertRows, ExpertWeights, Fp8Rows, LinearWeight
 from minserve.kernels.triton_exchange import dequantize_rows, scatter_quantized
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
@@ -106,6 +106,15 @@ class DeepGemmProducts:
         if scale is not None:
             x = dequantize_rows(x, scale)
         return triton_experts.by_choice(choice, x, slot_ids, weights, experts)
+
+    def expert_rows(
+        self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights, scale: Tensor | None = None
+    ) -> Tensor | ExpertRows:
+        """The same, or what is left to be summed where Triton computes them."""
+        choice = self._choices.of(x.shape[0], triton_experts.shape_of(experts, slot_ids.shape[1]))
+        if scale is not None or (choice.path in ("masked", "contiguous") and _fits(x, experts)):
+            return self.experts_flat(x, slot_ids, weights, experts, scale)
+        return triton_experts.rows_by_choice(choice, x, slot_ids, weights, experts)
 
     def experts_grouped(
         self,

@@ -30,6 +30,7 @@ def hopper(
         torch_gpu.build(name, triton),
         linear=products.linear,
         experts_flat=products.experts_flat,
+        expert_rows=products.expert_rows,
         experts_masked=products.experts_masked,
         quantize_rows=quantize_rows,
         fp8_rows=Fp8RowKernels(

@@ -133,6 +133,18 @@ class ExpertWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What the experts made of each token's slots, neither weighted nor summed: whoever reads the sum sums."""
+
+    rows: Tensor
+    """[T * k, H]: row t * k + j is of token t's slot j; unspecified where there is none."""
+    slots: Tensor
+    """int32 [T, k], negative for none"""
+    weights: Tensor
+    """fp32 [T, k]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RouterConfig:
     """How logits become expert ids and weights."""
 
@@ -170,7 +182,7 @@ class Fp8RowKernels:
     """(x, weight, bias [N] or None) -> bf16 [T, N]"""
     rms_norm: Callable[[Tensor, Tensor, float], Fp8Rows]
     """x view [T, K]"""
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Fp8Rows, Tensor]]
+    add_rms_norm: Callable[[Tensor | ExpertRows, Tensor, Tensor, float], tuple[Fp8Rows, Tensor]]
     silu_and_mul: Callable[[Tensor], Fp8Rows]
     """[T, 2K] -> [T, K], which alone is not rounded before it is quantised."""
     heads_linear: Callable[[Tensor, Tensor], Fp8Rows]
@@ -192,8 +204,8 @@ class Kernels:
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x view [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are."""
+    add_rms_norm: Callable[[Tensor | ExpertRows, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are. Experts' rows are summed first."""
     silu_and_mul: Callable[[Tensor], Tensor]
     """[..., 2I] (gate | up) -> [..., I]"""
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
@@ -204,6 +216,8 @@ class Kernels:
     experts_flat: Callable[..., Tensor]
     """(x [T, H], slots int32 [T, k], distinct in a token or -1, weights fp32 [T, k], experts) -> [T, H], weighted and summed.
     Where there is `quantize_rows`, a fifth argument may be its scales, with x its values."""
+    expert_rows: Callable[..., Tensor | ExpertRows] | None
+    """The same, whose sum may be left to `add_rms_norm`, as is done where that saves a launch; None: it never is."""
     experts_masked: Callable[..., Tensor]
     """(x [E, M, H], counts int32 [E], experts) -> [E, M, H]; rows at and beyond counts[e] are unspecified; not weighted. Where
     DeepEP belongs to the stack, a fourth argument may be FP8 rows' scales fp32 [E, M, H / 128], rows fastest."""

@@ -17,6 +17,7 @@ from minserve.kernels.four_bits import widen_int4
 from minserve.kernels.interface import (
     AttentionMetadata,
     AttentionShape,
+    ExpertRows,
     ExpertWeights,
     Fp8RowKernels,
     Fp8Rows,
@@ -37,9 +38,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def sum_rows(x: ExpertRows) -> Tensor:
+    """[T, H]: each token's rows, weighted and summed in fp32."""
+    weights = x.weights.masked_fill(x.slots < 0, 0.0).unsqueeze(-1)
+    rows = x.rows.unflatten(0, x.weights.shape).masked_fill(x.slots.unsqueeze(-1) < 0, 0.0)
+    total: Tensor = (rows.float() * weights).sum(dim=1)
+    return total.to(x.rows.dtype)
+
+
+def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the sum, the sum), both new; the sum is rounded to x's type before it is normed."""
-    total = x + residual
+    total = (sum_rows(x) if isinstance(x, ExpertRows) else x) + residual
     return rms_norm(total, weight, eps), total
 
 
@@ -111,7 +120,7 @@ def fp8_rows(dtype: torch.dtype) -> Fp8RowKernels:
         wide = x.values.float() * x.scales.repeat_interleave(FP8_BLOCK, dim=1)
         return linear(wide, weight, None if bias is None else bias.float()).to(dtype)
 
-    def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    def add_rms_norm_fp8(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
         normed, total = add_rms_norm(x, residual, weight, eps)
         return quantize(normed), total
 
@@ -391,6 +400,7 @@ def cpu() -> Kernels:
         linear=linear,
         route=route,
         experts_flat=experts_flat,
+        expert_rows=None,
         experts_masked=experts_masked,
         gqa_inputs=gqa_inputs,
         mla_inputs=mla_inputs,

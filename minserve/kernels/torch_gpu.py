@@ -24,7 +24,8 @@ from minserve.kernels.interface import Kernels
 def torch_gpu(device: torch.device, choices: ExpertChoices | None = None) -> Kernels:
     """The stack's table for one device. Nothing in it plans on the host, so one plan serves every step of a shape."""
     table = build("torch-gpu", triton_attention.TritonAttention(device))
-    return dataclasses.replace(table, experts_flat=triton_experts.TritonExperts(choices or ExpertChoices("")).flat)
+    experts = triton_experts.TritonExperts(choices or ExpertChoices(""))
+    return dataclasses.replace(table, experts_flat=experts.flat, expert_rows=experts.rows)
 
 
 def deterministic(device: torch.device) -> Kernels:
@@ -52,6 +53,7 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         linear=triton_linear.linear,
         route=triton_router.route,
         experts_flat=triton_experts.experts_tiled,
+        expert_rows=None,
         experts_masked=triton_experts.experts_masked,
         gqa_inputs=triton_cache.gqa_inputs,
         mla_inputs=triton_cache.mla_inputs,

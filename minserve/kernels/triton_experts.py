@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
-from minserve.kernels.interface import ExpertWeights
+from minserve.kernels.interface import ExpertRows, ExpertWeights
 from minserve.kernels.launch import announce, dependent_launch, follow, lead, outlast, wait_for
 from minserve.kernels.triton_expert_rows import experts_vector, scale_operands
 from minserve.kernels.triton_grouping import (
@@ -252,15 +252,22 @@ def _through_experts(
 
 def experts_tiled(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights, sizes: TileSizes | None = None) -> Tensor:
     """The path for any number of tokens: a sort unless they are few, two tiled products, weighted sum."""
-    num_experts, (tokens, top_k) = experts.w13.shape[0], slot_ids.shape
-    if tokens == 0:
+    if x.shape[0] == 0:
         return torch.empty_like(x)
+    result = tiled_rows(x, slot_ids, weights, experts, sizes)
+    return combine(result.rows, result.slots, weights, direct=True)
+
+
+def tiled_rows(
+    x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights, sizes: TileSizes | None = None
+) -> ExpertRows:
+    """The same without the sum, for one token or more."""
+    num_experts, (tokens, top_k) = experts.w13.shape[0], slot_ids.shape
     x, slot_ids = x.contiguous(), slot_ids.contiguous()
     sizes = sizes or tile_sizes(tokens, triton.cdiv(tokens * top_k, num_experts), experts.format)
     own = max(tokens, sizes.rows) <= OWN_TILES_TOKENS
     tiles = own_tiles(slot_ids) if own else tiles_of_pairs(slot_ids, num_experts, sizes.rows)
-    y = _through_experts(x, tiles, experts, sizes, slot_ids.numel(), top_k)
-    return combine(y, slot_ids, weights, direct=True)
+    return ExpertRows(_through_experts(x, tiles, experts, sizes, slot_ids.numel(), top_k), slot_ids, weights)
 
 
 def shape_of(experts: ExpertWeights, top_k: int) -> ExpertShape:
@@ -277,6 +284,22 @@ class TritonExperts:
     def flat(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """x [T, H] through its slots int32 [T, k] (-1: none), weighted by weights fp32 [T, k] and summed: [T, H]."""
         return by_choice(self._choices.of(x.shape[0], shape_of(experts, slot_ids.shape[1])), x, slot_ids, weights, experts)
+
+    def rows(self, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor | ExpertRows:
+        """The same, or what is left to be summed."""
+        choice = self._choices.of(x.shape[0], shape_of(experts, slot_ids.shape[1]))
+        return rows_by_choice(choice, x, slot_ids, weights, experts)
+
+
+UNSUMMED_TOKENS = 256
+"""Of more tokens, experts sum themselves: a launch less is little then, and rows that wait for the next layer take memory."""
+
+
+def rows_by_choice(choice: Choice, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor | ExpertRows:
+    """`by_choice`, or what is left to be summed where tiles were chosen for a few tokens."""
+    if choice.path == "vector" or not 0 < x.shape[0] <= UNSUMMED_TOKENS:
+        return by_choice(choice, x, slot_ids, weights, experts)
+    return tiled_rows(x, slot_ids, weights, experts, choice.sizes)
 
 
 def by_choice(choice: Choice, x: Tensor, slot_ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:

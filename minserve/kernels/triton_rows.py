@@ -1,4 +1,4 @@
-"""Triton kernels that treat each row alone: norms, SiLU-and-multiply.
+"""Triton kernels that treat each row alone: norms, also of what experts leave unsummed, SiLU-and-multiply.
 
 They know no layer and no step. Statistics are in fp32, results are rounded once, and no caller's tensor is written.
 """
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import Fp8Rows
+from minserve.kernels.interface import ExpertRows, Fp8Rows
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
-from minserve.kernels.triton_values import fp8_columns, fp8_groups, silu_and_gate
+from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, silu_and_gate
 
 
 @triton.jit
@@ -63,6 +63,56 @@ def _rms_norm_kernel(
         tl.store(spot, scale, mask=(rows < num_rows)[:, None] & (group * fp8_block < width)[None, :])
         target = out + rows[:, None] * width + fp8_columns(block_width)[None, :]
         tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + flat, normed, mask=inside)
+
+
+@triton.jit
+def _sum_norm_kernel(
+    x,
+    slots,
+    weights,
+    residual,
+    gain,
+    out,
+    scales,
+    total,
+    width,
+    scale_stride,
+    eps,
+    top_k: tl.constexpr,
+    quantize: tl.constexpr,
+    fp8_max: tl.constexpr,
+    fp8_block: tl.constexpr,
+    dependent: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A token's rows of x, weighted and added up in order, plus its residual, normed."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    gains = tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
+    lead(dependent)
+    follow(dependent)
+    flat = token * width + columns
+    before = tl.load(residual + flat, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros([block], tl.float32)
+    for place in tl.static_range(top_k):
+        pair = token * top_k + place
+        chosen = tl.load(slots + pair) >= 0
+        weight = tl.load(weights + pair, mask=chosen, other=0.0)
+        acc += weight * tl.load(x + pair * width + columns, mask=inside & chosen, other=0.0).to(tl.float32)
+    rounded = (acc.to(x.dtype.element_ty).to(tl.float32) + before).to(total.dtype.element_ty)
+    tl.store(total + flat, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gains).to(x.dtype.element_ty)
+    if quantize:
+        groups = tl.reshape(normed.to(tl.float32), [block // fp8_block, fp8_block])
+        scale = fp8_scale(groups, fp8_max)
+        values = tl.reshape(groups / scale[:, None], [block])
+        group = tl.arange(0, block // fp8_block)
+        tl.store(scales + group * scale_stride + token, scale, mask=group * fp8_block < width)
+        tl.store(out + token * width + fp8_columns(block), values.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + flat, normed, mask=inside)
 
@@ -138,14 +188,48 @@ def _launch_norm(
     )
 
 
+def _launch_sum_norm(
+    x: ExpertRows, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None, total: Tensor
+) -> None:
+    """`scales` is written where there are any."""
+    (tokens, top_k), width = x.weights.shape, x.rows.shape[1]
+    if tokens == 0:
+        return
+    _sum_norm_kernel[(tokens,)](
+        x.rows,
+        x.slots.contiguous(),
+        x.weights.contiguous(),
+        residual.contiguous(),
+        weight,
+        out,
+        out if scales is None else scales,
+        total,
+        width,
+        0 if scales is None else scales.stride(1),
+        eps,
+        top_k=top_k,
+        quantize=scales is not None,
+        fp8_max=FP8_MAX,
+        fp8_block=FP8_BLOCK,
+        block=triton.next_power_of_2(width),
+        num_warps=16,
+        **dependent_launch(residual.device),
+    )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x view [..., H] over its root mean square, times weight [H]."""
     return _norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed."""
-    return _norm(x, residual, weight, eps)
+def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed, that of experts' rows
+    before it is added."""
+    if not isinstance(x, ExpertRows):
+        return _norm(x, residual, weight, eps)
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch_sum_norm(x, residual, weight, eps, out, None, total)
+    return out, total
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
@@ -153,9 +237,13 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
     return _norm_fp8(x, None, weight, eps)[0]
 
 
-def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+def add_rms_norm_fp8(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
     """`add_rms_norm` of x and residual [T, K], K a multiple of 128, the norm quantised."""
-    return _norm_fp8(x, residual, weight, eps)
+    if not isinstance(x, ExpertRows):
+        return _norm_fp8(x, residual, weight, eps)
+    out, total = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device), torch.empty_like(residual)
+    _launch_sum_norm(x, residual, weight, eps, out.values, out.scales, total)
+    return out, total
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from minserve.kernels.interface import ExpertRows
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination
 from minserve.models.forward_context import ForwardContext
@@ -47,8 +48,13 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, build)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext, lanes: Lanes | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor | ExpertRows,
+        residual: Tensor | None,
+        positions: Tensor,
+        ctx: ForwardContext,
+        lanes: Lanes | None,
+    ) -> tuple[Tensor | ExpertRows, Tensor]:
         """(what this layer's second half adds, the stream without it): the next norm sums them, so that one kernel does both."""
         normed, residual = self.input_norm.read_by(self.attention.reader, hidden, residual)
         attended = self.attention(normed, positions, ctx)
@@ -89,7 +95,7 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         lanes = plan_streams(self.shared_expert, self.lanes, ctx.flags, token_ids.shape[0])
-        hidden: Tensor = self.embedding(token_ids)
+        hidden: Tensor | ExpertRows = self.embedding(token_ids)
         residual: Tensor | None = None
         for layer in self._warm_up_layers if ctx.flags.phase == "warm-up" else self.layers:
             hidden, residual = layer(hidden, residual, positions, ctx, lanes)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
-from minserve.kernels.interface import AttentionMetadata, ExpertWeights, Kernels, kv_page_shape
+from minserve.kernels.interface import AttentionMetadata, ExpertRows, ExpertWeights, Kernels, kv_page_shape
 from minserve.models.decoder import Decoder, DecoderLayer
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.dispatcher import TorchDispatcher
@@ -96,6 +96,8 @@ def _compare(
             context = ForwardContext(metadata, plan, [cache] * model.num_layers)
             outputs.append(module(x, None, positions, context, None))
         (sums, residual), (true_sums, true_residual) = outputs
+        if isinstance(sums, ExpertRows):
+            sums = reference.sum_rows(sums)
         rounding = torch.finfo(hidden.dtype).eps / 4 * true_residual.norm(dim=-1)  # of the stream: no fault of attention's
         step = "prefill" if start == 0 else "decode"
         attended[step].append(_errors(residual - true_residual, true_residual - hidden.float(), rounding))

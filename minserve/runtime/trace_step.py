@@ -23,6 +23,7 @@ from minserve.errors import EnvironmentFault
 from minserve.kernels.interface import (
     AttentionMetadata,
     AttentionShape,
+    ExpertRows,
     ExpertWeights,
     Fp8RowKernels,
     Fp8Rows,
@@ -40,7 +41,18 @@ _ATTENTION = ("gqa_attention", "mla_attention", "gqa_decode")
 _FP8_ENTRIES = ("linear", "rms_norm", "add_rms_norm", "silu_and_mul", "heads_linear", "gqa_attention", "gqa_decode")
 """Those that have a twin which reads or writes FP8 rows: both are called alike."""
 _ENTRIES = (
-    *("rms_norm", "add_rms_norm", "silu_and_mul", "linear", "heads_linear", "route", "experts_flat", "gqa_inputs", "mla_inputs"),
+    *(
+        "rms_norm",
+        "add_rms_norm",
+        "silu_and_mul",
+        "linear",
+        "heads_linear",
+        "route",
+        "experts_flat",
+        "expert_rows",
+        "gqa_inputs",
+        "mla_inputs",
+    ),
     *_ATTENTION,
     *("part_maxima", "record_tokens"),
 )
@@ -204,10 +216,10 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
         cache = arguments[{"gqa_attention": 1, "mla_attention": 2, "gqa_decode": 4}[entry]]
         token = (shape.head_dim + shape.rope_dim) * (1 if shape.kind == "mla" else 2 * shape.num_kv_heads)
         return float(sum(seq_lens) * token * cache.element_size() + sum(map(_size, _tensors((arguments[0], result)))))
-    if entry == "experts_flat":
+    if entry in ("experts_flat", "expert_rows"):
         x, slots, _, experts = arguments[:4]  # and the rows' scales, where they travelled in FP8
         held = sum(map(_size, _tensors(experts))) / len(experts.w13)
-        return len(slots[slots >= 0].unique()) * held + _size(x) + _size(result)
+        return len(slots[slots >= 0].unique()) * held + sum(map(_size, _tensors((x, result))))
     if entry in ("gqa_inputs", "mla_inputs"):
         # The new cache entries are as large as the keys and values that come in; no more of the cache is touched.
         arguments = tuple(argument for argument in arguments if not (isinstance(argument, Tensor) and argument.dim() == 5))
@@ -223,7 +235,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, (LinearWeight, Fp8Rows, ExpertWeights)):
+    elif isinstance(value, (LinearWeight, Fp8Rows, ExpertRows, ExpertWeights)):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
     else:

@@ -28,7 +28,7 @@ def disposing(kernels: Kernels) -> Kernels:
             x.set_(trash.untyped_storage(), 0, x.shape, x.stride())
         return out
 
-    return dataclasses.replace(kernels, experts_flat=experts_flat)
+    return dataclasses.replace(kernels, experts_flat=experts_flat, expert_rows=None)
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ def test_in_place_experts_under_overlap_are_refused() -> None:
             torch.cuda._sleep(SPIN_CYCLES)
             return x.copy_(out)
 
-        return dataclasses.replace(kernels, experts_flat=experts_flat)
+        return dataclasses.replace(kernels, experts_flat=experts_flat, expert_rows=None)
 
     runner = small_runner("deepseek-v3", change=inplace, max_num_seqs=8)
     capture(runner)
@@ -216,7 +216,7 @@ def test_padding_that_reaches_other_rows_is_refused() -> None:
             scale = x.abs().amax()
             return kernels.experts_flat(x / scale, slot_ids, weights, experts) * scale
 
-        return dataclasses.replace(kernels, experts_flat=experts_flat)
+        return dataclasses.replace(kernels, experts_flat=experts_flat, expert_rows=None)
 
     runner = small_runner("qwen3-30b-a3b", change=one_scale, max_num_seqs=8)
     capture(runner)
@@ -237,7 +237,7 @@ def test_a_wrong_kernel_is_refused_by_the_canary() -> None:
         def experts_flat(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
             return kernels.experts_flat(x, slot_ids, torch.ones_like(weights), experts)
 
-        return dataclasses.replace(kernels, experts_flat=experts_flat)
+        return dataclasses.replace(kernels, experts_flat=experts_flat, expert_rows=None)
 
     runner = small_runner("deepseek-v3", change=unweighted)
     with pytest.raises(SelfCheckFailed, match="fp32 reference"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minserve.kernels.interface import (
     AttentionShape,
+    ExpertRows,
     Fp8Rows,
     HeadNorms,
     Kernels,
@@ -64,6 +65,12 @@ def norm_into_fp8(kernels: Kernels, rows: int) -> Case:
     del kernels
     x, residual, weight = normal(rows, 2048), normal(rows, 2048), normal(2048)
     return Case([x], lambda: parts_of(*add_rms_norm_fp8(x, residual, weight, 1e-6)))
+
+
+def norm_of_unsummed(kernels: Kernels, rows: int) -> Case:
+    ids, shares = choices(rows, 4, 16)
+    x, residual, weight = ExpertRows(normal(rows * 4, 2048), ids, shares), normal(rows, 2048), normal(2048)
+    return Case([x.rows, ids, shares], lambda: kernels.add_rms_norm(x, residual, weight, 1e-6))
 
 
 def parts_of(rows: Fp8Rows, *others: Tensor) -> tuple[Tensor, ...]:
@@ -188,6 +195,7 @@ def record_tokens(kernels: Kernels, rows: int) -> Case:
 CASES = [
     norm,
     norm_into_fp8,
+    norm_of_unsummed,
     activation,
     linear,
     fp8_linear,

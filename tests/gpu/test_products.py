@@ -24,7 +24,8 @@ from gpu.kernel_samples import (
 )
 
 from minserve.kernels import reference
-from minserve.kernels.interface import Kernels, LinearWeight
+from minserve.kernels.interface import ExpertRows, Kernels, LinearWeight
+from minserve.kernels.triton_grouping import combine
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
 # (experts, hidden, inner, top_k): a tiny one, then the widths of Qwen3-30B, Moonlight, DeepSeek-V3 and Qwen2-57B.
@@ -74,6 +75,24 @@ def test_experts_equal_the_reference(kind: str, sizes: tuple[int, int, int, int]
         assert distance(result, expert_truth(x, ids, shares, weights, fp8_activations=True)) < FP8_ROUNDING
     assert same_bits(x, before)
     assert INTERPRETED or same_bits(result, function(x, ids, shares, weights))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", sized([0, 1, 20, 200, 300], [0, 20, 257]))
+def test_experts_that_leave_their_sum_do_the_same(kernels: Kernels, kind: str, tokens: int) -> None:
+    experts, hidden, inner, top_k = WIDE
+    weights, x, (ids, shares) = (
+        expert_weights(experts, hidden, inner, kind),
+        normal(tokens, hidden),
+        choices(tokens, top_k, experts),
+    )
+    assert kernels.expert_rows is not None
+    left, wanted = kernels.expert_rows(x, ids, shares, weights), kernels.experts_flat(x, ids, shares, weights)
+    if isinstance(left, ExpertRows):
+        assert 0 < tokens <= 256
+        assert torch.equal(left.slots, ids) and torch.equal(left.weights, shares)
+        left = combine(left.rows, left.slots, left.weights, direct=True)
+    assert same_bits(left, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.kernel_samples import DEVICE, distance, normal, same_bits, sized
+from gpu.kernel_samples import DEVICE, choices, distance, normal, same_bits, sized
 
 from minserve.kernels import reference
-from minserve.kernels.interface import Kernels, RouterConfig
+from minserve.kernels.interface import ExpertRows, Kernels, RouterConfig
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
 WIDTHS = sized([48, 128, 2048, 7168], [48, 128, 600])
@@ -28,6 +28,36 @@ def test_norms_equal_the_reference(kernels: Kernels, width: int, rows: int) -> N
     assert distance(normed, truth[0]) < 4e-3
     assert same_bits(x, before[0])
     assert same_bits(residual, before[1])
+
+
+def unsummed(tokens: int, top_k: int, width: int) -> ExpertRows:
+    """NaN where there is no slot."""
+    slots, weights = choices(tokens, top_k, 2 * top_k)
+    slots[-1] = -1  # padding
+    rows = normal(tokens, top_k, width).masked_fill((slots < 0).unsqueeze(-1), torch.nan)
+    return ExpertRows(rows.flatten(0, 1), slots, weights.masked_fill(slots < 0, torch.nan))
+
+
+@pytest.mark.parametrize(("width", "top_k"), sized([(128, 8), (2048, 8), (7168, 8), (2048, 6)], [(48, 3), (384, 8)]))
+@pytest.mark.parametrize("tokens", sized([2, 32, 256], [2, 5]))
+def test_a_norm_sums_what_experts_leave_unsummed(kernels: Kernels, tokens: int, width: int, top_k: int) -> None:
+    from minserve.kernels import triton_grouping, triton_rows
+
+    x, residual, gain = unsummed(tokens, top_k, width), normal(tokens, width), normal(width)
+    before = x.rows.clone(), residual.clone()
+    summed = triton_grouping.combine(x.rows, x.slots, x.weights, direct=True)
+    assert distance(summed, reference.sum_rows(x)) < 4e-3
+    normed, total = kernels.add_rms_norm(x, residual, gain, 1e-6)
+    wanted, wanted_total = kernels.add_rms_norm(summed, residual, gain, 1e-6)
+    assert same_bits(total, wanted_total)
+    assert distance(normed, wanted) < 1e-3
+    assert same_bits(x.rows, before[0]) and same_bits(residual, before[1])
+    assert distance(reference.add_rms_norm(x, residual, gain, 1e-6)[0], wanted) < 8e-3
+    if width % 128 == 0:
+        rows, again = triton_rows.add_rms_norm_fp8(x, residual, gain, 1e-6)
+        alone = triton_grouping.fp8_rows(normed)
+        assert same_bits(again, total)
+        assert same_bits(rows.values, alone.values) and same_bits(rows.scales.t(), alone.scales.t())
 
 
 def test_norms_read_views(kernels: Kernels) -> None:

@@ -36,6 +36,7 @@ from minserve.kernels.expert_choices import ExpertChoices
 from minserve.kernels.interface import (
     AttentionMetadata,
     AttentionShape,
+    ExpertRows,
     ExpertWeights,
     HeadNorms,
     Kernels,
@@ -241,6 +242,9 @@ def into_fp8_rows() -> None:
         for width in (2048, 7168):
             triton_rows.rms_norm_fp8(empty(tokens, width), empty(width), 1e-6)
             triton_rows.add_rms_norm_fp8(empty(tokens, width), empty(tokens, width), empty(width), 1e-6)
+            ids, shares = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
+            for norm in (triton_rows.add_rms_norm, triton_rows.add_rms_norm_fp8):
+                norm(ExpertRows(empty(tokens * 8, width), ids, shares), empty(tokens, width), empty(width), 1e-6)
         meta, attention = metadata(1, tokens, 2048), triton_attention.TritonAttention(DEVICE)
         cache = empty(64, *kv_page_shape(shape, PAGE))
         plan = attention.plan(meta, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed
@@ -46,6 +46,7 @@ class Dispatched:
     handle: Any = None
 
 
+_Output = TypeVar("_Output")
 _all_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """Of equal pieces into one tensor: later versions of torch call it otherwise."""
 
@@ -84,7 +85,7 @@ class LocalDispatcher:
         del num_tokens, rows_per_rank
         return Dispatched(FlatTokens(hidden, slot_ids, weights))
 
-    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, output: _Output, dispatched: Dispatched) -> _Output:
         del dispatched
         return output
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from minserve.kernels.interface import ExpertWeights
+from minserve.kernels.interface import ExpertRows, ExpertWeights
 from minserve.kernels.reference import widen
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination, weight_destinations
@@ -17,6 +18,7 @@ from minserve.models.layers.linear import GatedMLP, Linear, parameter
 from minserve.models.layers.placement import ExpertPlacement
 from minserve.models.model_config import MoeConfig
 
+_Output = TypeVar("_Output")
 _PARTS = ("gate", "up", "down")
 
 
@@ -109,16 +111,29 @@ class Experts(nn.Module):
 
     def forward(self, tokens: FlatTokens | MaskedTokens) -> Tensor:
         """The experts' output in the tokens' layout: flat ones weighted and summed, masked ones neither."""
-        weights = ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
+        if isinstance(tokens, FlatTokens):
+            return self._flat(self.kernels.experts_flat, tokens)
+        if self.load is not None:
+            self.load[1:].add_(tokens.counts)
         scale = () if tokens.scale is None else (tokens.scale,)
+        return self.kernels.experts_masked(tokens.hidden, tokens.counts, self._weights(), *scale)
+
+    def unsummed(self, tokens: FlatTokens | MaskedTokens) -> Tensor | ExpertRows:
+        """The same, but that the sum of flat ones may be left to the norm that reads it."""
         if isinstance(tokens, MaskedTokens):
-            if self.load is not None:
-                self.load[1:].add_(tokens.counts)
-            return self.kernels.experts_masked(tokens.hidden, tokens.counts, weights, *scale)
+            masked: Tensor = self(tokens)
+            return masked
+        return self._flat(self.kernels.expert_rows or self.kernels.experts_flat, tokens)
+
+    def _flat(self, compute: Callable[..., _Output], tokens: FlatTokens) -> _Output:
         if self.load is not None:
             slots = (tokens.slot_ids + 1).flatten().long()
             self.load.scatter_add_(0, slots, torch.ones_like(slots))
-        return self.kernels.experts_flat(tokens.hidden, tokens.slot_ids, tokens.weights, weights, *scale)
+        scale = () if tokens.scale is None else (tokens.scale,)
+        return compute(tokens.hidden, tokens.slot_ids, tokens.weights, self._weights(), *scale)
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
 
     def destinations(self) -> Iterator[Destination]:
         stacks = [(*self.w13.chunk(2, dim=1), self.w2)]

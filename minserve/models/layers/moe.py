@@ -10,9 +10,11 @@ import dataclasses
 from torch import Tensor, nn
 
 from minserve.errors import UsageError
+from minserve.kernels.interface import ExpertRows
 from minserve.models.build_context import BuildContext
 from minserve.models.formats import LAYOUTS
 from minserve.models.forward_context import ForwardContext
+from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.linear import GatedMLP, Linear, Part
 from minserve.models.layers.router import Router
@@ -83,8 +85,14 @@ class MixtureOfExperts(nn.Module):
         if self._to_be_fused:
             self.fuse()
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext, lanes: Lanes | None) -> Tensor:
-        """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not."""
+    def forward(self, hidden: Tensor, ctx: ForwardContext, lanes: Lanes | None) -> Tensor | ExpertRows:
+        """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not.
+
+        Where the routed experts are all there is to sum, their sum may be left to the norm that reads it.
+        """
+        if self.shared is None and isinstance(self.dispatcher, LocalDispatcher):
+            dispatched = self._dispatch(hidden, ctx)
+            return self.dispatcher.combine(self.experts.unsummed(dispatched.tokens), dispatched)
         if self.shared is None or hidden.shape[0] == 0:
             return self._routed(hidden, ctx)
         shared = self.shared
@@ -93,7 +101,10 @@ class MixtureOfExperts(nn.Module):
         return total
 
     def _routed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        dispatched = self._dispatch(hidden, ctx)
+        return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)
+
+    def _dispatch(self, hidden: Tensor, ctx: ForwardContext) -> Dispatched:
         expert_ids, weights = self.router(hidden, ctx.num_tokens)
         slot_ids = self.experts.slots_of(expert_ids)
-        dispatched = self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)
-        return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)
+        return self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)
