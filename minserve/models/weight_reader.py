@@ -33,7 +33,7 @@ SPARE_BUFFERS, COPYING_BUFFERS = 4, 2
 """Beside one a reader, since a copy takes a tenth of the time of a read; and how many of them are left to the copies."""
 CPU_THREADS, GPU_THREADS = 8, 12
 """Readers at most: what a page cache's bandwidth needs, more of them where copies to a GPU ask for as much again."""
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """Tensors are read in row ranges of about this size, or several in one go: unit of parallelism, progress and staging memory."""
 
 TORCH_DTYPES = {
@@ -296,7 +296,7 @@ def _pieces(transfers: Iterable[Transfer]) -> Iterator[_Piece]:
         step = max(1, PIECE_BYTES // row_bytes)
         if scales:
             # Whole blocks, and fewer rows, because widening takes several times the stored size.
-            step = max(BLOCK, step // 8 // BLOCK * BLOCK)
+            step = max(BLOCK, step // 4 // BLOCK * BLOCK)
         for first in range(0, rows, step):
             last = min(first + step, rows)
             reads = (_rows_read(tensor, first, last), *(_scale_rows(kind, scale, first, last) for scale in scales))
