@@ -93,6 +93,7 @@ def _attention_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_tail: tl.constexpr,
+    alone: tl.constexpr,
     lines: tl.constexpr,
     least_part: tl.constexpr,
     long_part: tl.constexpr,
@@ -209,6 +210,9 @@ def _attention_kernel(
             top = tl.sum(q_tile.to(tl.float32) * key.to(q_tile.dtype).to(tl.float32), axis=1) * scale
             total += 1.0
             acc += value.to(tl.float32)
+    if alone:
+        # Added up across the warps once, at the end: nothing else runs while they wait for each other.
+        sums = tl.zeros([block_m, block_n], tl.float32)
     page = _page_of(table, start, cached, page_size, block_n)
     for n in range(start, cached, block_n):
         place = n + tl.arange(0, block_n)
@@ -230,13 +234,19 @@ def _attention_kernel(
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         probabilities = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(probabilities, axis=1)
+        total *= shrink
+        if alone:
+            sums = sums * shrink[:, None] + probabilities
+        else:
+            total += tl.sum(probabilities, axis=1)
         values = keys if latent else tl.load(cache + entry[:, None] + value_offset + dims[None, :], mask=readable, other=0.0)
         acc = acc * shrink[:, None]
         acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
         top = new_top
     if not early:
         lead(dependent)
+    if alone:
+        total += tl.sum(sums, axis=1)
     # Only a part without tokens sums to 0. Asked the other way round (> 0), a NaN would be taken for one and vanish.
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
@@ -363,10 +373,10 @@ def _decode_programs(metadata: AttentionMetadata, shape: AttentionShape) -> int:
 
 def _stages(cache: Tensor, programs: int, block_n: int) -> int:
     """Of grouped-query decode with so many programs for each processor; one less is how many blocks of the cache are on their
-    way at once. As many as leave all of those programs, or four, room beside each other."""
+    way at once. As many as leave all of those programs, or four, room beside each other, up to five: then a program is alone."""
     block_bytes = 2 * block_n * cache.shape[-1] * cache.element_size()
     room = shared_memory(cache.device) // max(1, min(programs, 4)) - _OTHER_SHARED
-    return max(2, min(room // block_bytes + 1, 4))
+    return max(2, min(room // block_bytes + 1, 5))
 
 
 def _most_registers(tiles: _Tiles, programs: int, head_dim: int) -> int | None:
@@ -375,8 +385,6 @@ def _most_registers(tiles: _Tiles, programs: int, head_dim: int) -> int | None:
     return 128 if programs > 3 and tiles.num_warps == 4 and head_dim <= 128 else None
 
 
-_NEARLY = 0.9
-"""Of the processors: so many busy ones are as good as all."""
 _OTHER_SHARED = 8 << 10
 """Bytes of a program's shared memory that hold no cache."""
 MAX_SPLITS = 64
@@ -402,11 +410,9 @@ class TritonAttention:
             return TritonPlan(False)
         tiles = _tiles(shape, True)
         programs, room = _decode_programs(metadata, shape), metadata.page_table.shape[1] * metadata.page_size
-        # Programs that leave few processors idle read as fast alone as by twos, and need no merging.
-        each = (
-            1 if _NEARLY * self.num_processors <= programs <= self.num_processors else 2 * self.num_processors // max(programs, 1)
-        )
-        wanted = max(1, min(each, triton.cdiv(room, tiles.block_n)))
+        # A grouped-query program that has a processor alone reads as fast as two of half the length, which must be merged.
+        together = 1 if shape.kind == "gqa" else 2
+        wanted = max(1, min(together * self.num_processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
         return TritonPlan(True, min(max(wanted, triton.cdiv(room, _LONG_PART)), MAX_SPLITS), min(wanted, MAX_SPLITS))
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
@@ -571,6 +577,7 @@ class TritonAttention:
             block_m=tiles.block_m,
             block_d=block_d,
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
+            alone=deep and each == 1,
             lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
             early=few and dependent["dependent"],
             num_warps=tiles.num_warps,
