@@ -185,10 +185,10 @@ _FIXED = Cut(16, 16, 128, 512, 1, 3, 1)
 
 def cut_of(tokens: int) -> Cut:
     """The same whatever the gate's type, so that the same numbers give the same bits."""
-    if tokens <= 8:
-        return Cut(16, 32, 128, 512, 2, 3, 1)
+    if tokens <= 16:
+        return Cut(16, 32, 256, 256, 4, 2, 1)
     if tokens <= 256:
-        return Cut(64, 16, 256, 256, 4, 2, 1)
+        return Cut(64, 16, 256, 256 if tokens <= 64 else 128, 4, 2, 1)
     return Cut(64, 128, 64, 128 if tokens <= 2048 else 256, 4, 4, 4)
 
 
