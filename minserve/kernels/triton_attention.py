@@ -18,7 +18,6 @@ from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors, shared_memory
-from minserve.kernels.triton_cache import gqa_inputs
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
 from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, rotation, turned
 
@@ -438,10 +437,7 @@ class TritonAttention:
         shape: AttentionShape,
         plan: TritonPlan,
     ) -> Tensor:
-        """`gqa_inputs` of qkv [T, (Hq + 2 Hkv) D], then `gqa`, for rows of one token each, in one launch if that is faster."""
-        if not self._at_once(metadata, shape, plan):
-            q = gqa_inputs(qkv, norms, rotary, positions, cache, metadata.slot_mapping, shape)
-            return self.gqa(q, cache, metadata, shape, plan)
+        """`gqa_inputs` of qkv [T, (Hq + 2 Hkv) D], then `gqa`, for rows of one token each, in one launch: [T, Hq, D]."""
         out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         self._run_raw(qkv, RawHeads(norms, rotary, positions), cache, metadata, shape, plan, out)
         return out
@@ -458,17 +454,9 @@ class TritonAttention:
         plan: TritonPlan,
     ) -> Fp8Rows:
         """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]; D is a multiple of 128."""
-        if not self._at_once(metadata, shape, plan):
-            q = gqa_inputs(qkv, norms, rotary, positions, cache, metadata.slot_mapping, shape)
-            return self.gqa_fp8(q, cache, metadata, shape, plan)
         out = empty_fp8_rows(qkv.shape[0], shape.num_heads * shape.head_dim, qkv.device)
         self._run_raw(qkv, RawHeads(norms, rotary, positions), cache, metadata, shape, plan, out)
         return out
-
-    def _at_once(self, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> bool:
-        """Whether attention prepares heads itself. That takes registers, so that fewer programs run side by side, and many need
-        more turns."""
-        return plan.decode and _decode_programs(metadata, shape) * plan.wanted <= 2 * self.num_processors
 
     def _run_raw(
         self,
