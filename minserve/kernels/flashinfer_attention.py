@@ -15,8 +15,9 @@ import flashinfer.mla
 import torch
 from torch import Tensor
 
+from minserve.kernels.attention_cuts import TritonPlan
 from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
-from minserve.kernels.triton_attention import TritonAttention, TritonPlan
+from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_cache import list_pages
 from minserve.kernels.triton_grouping import FP8_BLOCK, fp8_rows
 

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.attention_cuts import LEAST_PART, LONG_PART, TritonPlan, plan_decode, residence_of, tiles_of
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
-from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors, shared_memory
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead, num_processors
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
 from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, rotation, turned
 
@@ -326,18 +327,6 @@ def _merge_kernel(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """How a step is cut."""
-
-    decode: bool
-    """Every row has one query token."""
-    num_splits: int = 1
-    """Most parts of a row's cache, computed side by side and then merged; 1 outside decode."""
-    wanted: int = 1
-    """Parts of each row that keep the GPU busy."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RawHeads:
     """What turns a projection's output into the heads that attention reads."""
 
@@ -345,52 +334,6 @@ class RawHeads:
     rotary: RotaryTable
     positions: Tensor
     """int64 [T]"""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Block sizes and launch options of one kind of attention."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-
-def _tiles(shape: AttentionShape, decode: bool) -> _Tiles:
-    group = shape.num_heads // shape.num_kv_heads
-    wide = shape.head_dim > 256
-    if decode:
-        return _Tiles(16 if group <= 16 else 32, 64, 8 if wide else 4)
-    return _Tiles(64, 32, 8) if wide else _Tiles(64 if shape.head_dim > 128 else 128, 64, 8)
-
-
-def _decode_programs(metadata: AttentionMetadata, shape: AttentionShape) -> int:
-    """For one part of each row."""
-    blocks: int = triton.cdiv(shape.num_heads // shape.num_kv_heads, _tiles(shape, True).block_m)
-    return metadata.page_table.shape[0] * shape.num_kv_heads * blocks
-
-
-def _stages(cache: Tensor, programs: int, block_n: int) -> int:
-    """Of grouped-query decode with so many programs for each processor; one less is how many blocks of the cache are on their
-    way at once. As many as leave all of those programs, or four, room beside each other, up to five: then a program is alone."""
-    block_bytes = 2 * block_n * cache.shape[-1] * cache.element_size()
-    room = shared_memory(cache.device) // max(1, min(programs, 4)) - _OTHER_SHARED
-    return max(2, min(room // block_bytes + 1, 5))
-
-
-def _most_registers(tiles: _Tiles, programs: int, head_dim: int) -> int | None:
-    """Of a thread of grouped-query decode with so many programs for each processor: with a few more, three of them would run side
-    by side and not four."""
-    return 128 if programs > 3 and tiles.num_warps == 4 and head_dim <= 128 else None
-
-
-_OTHER_SHARED = 8 << 10
-"""Bytes of a program's shared memory that hold no cache."""
-MAX_SPLITS = 64
-_LEAST_PART = 256
-"""Fewest tokens of a part, but for the last: shorter rows leave parts empty instead of cutting finer."""
-_LONG_PART = 4096
-"""Most tokens of a part, lest one long row hold up a batch of short ones."""
 
 
 class TritonAttention:
@@ -407,12 +350,7 @@ class TritonAttention:
         """Cuts the step by its shape; safe to call again, or to keep, for any lengths of the same shape."""
         if self.fixed or not metadata.decode_only:
             return TritonPlan(False)
-        tiles = _tiles(shape, True)
-        programs, room = _decode_programs(metadata, shape), metadata.page_table.shape[1] * metadata.page_size
-        # A grouped-query program that has a processor alone reads as fast as two of half the length, which must be merged.
-        together = 1 if shape.kind == "gqa" else 2
-        wanted = max(1, min(together * self.num_processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
-        return TritonPlan(True, min(max(wanted, triton.cdiv(room, _LONG_PART)), MAX_SPLITS), min(wanted, MAX_SPLITS))
+        return plan_decode(metadata, shape, self.num_processors)
 
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
@@ -501,7 +439,7 @@ class TritonAttention:
         tokens, heads, head_dim, device = q.shape[0], shape.num_heads, shape.head_dim, q.device
         if tokens == 0:
             return
-        tiles, group, rows = _tiles(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
+        tiles, group, rows = tiles_of(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
         blocks_per_row = triton.cdiv(group, tiles.block_m)
         blocks = rows * blocks_per_row if plan.decode else tokens * group // tiles.block_m + rows
         splits, tail = plan.num_splits, q if q_tail is None else q_tail
@@ -511,8 +449,8 @@ class TritonAttention:
             partial = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=device)
             lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=device)
         block_d = max(16, triton.next_power_of_2(head_dim))
-        # Few programs leave room for the next kernels' beside them, and wait for memory more than they use it.
-        few = blocks * shape.num_kv_heads * plan.wanted <= 2 * self.num_processors
+        programs = blocks * shape.num_kv_heads * plan.wanted
+        residence = residence_of(programs, self.num_processors, tiles, shape, plan, cache)
         dependent = dependent_launch(device)
         common: dict[str, Any] = {
             "out": values,
@@ -529,13 +467,10 @@ class TritonAttention:
             "head_dim": head_dim,
             "block_n": tiles.block_n,
             # Few programs: the finest cut fills the GPU. Many: only long rows need cutting.
-            "least_part": tiles.block_n if few else _LEAST_PART,
-            "long_part": _LONG_PART,
+            "least_part": tiles.block_n if residence.few else LEAST_PART,
+            "long_part": LONG_PART,
             **dependent,
         }
-        deep = plan.decode and q_tail is None and cache.element_size() == 2
-        each = -(-blocks * shape.num_kv_heads * plan.wanted // self.num_processors)
-        num_stages = _stages(cache, each, tiles.block_n) if deep else 2
         _attention_kernel[(blocks, shape.num_kv_heads, splits)](
             q,
             tail,
@@ -565,12 +500,12 @@ class TritonAttention:
             block_m=tiles.block_m,
             block_d=block_d,
             block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
-            alone=deep and each == 1,
+            alone=residence.alone,
             lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
-            early=few and dependent["dependent"],
+            early=residence.few and dependent["dependent"],
             num_warps=tiles.num_warps,
-            num_stages=num_stages,
-            maxnreg=_most_registers(tiles, each, head_dim) if deep else None,
+            num_stages=residence.num_stages,
+            maxnreg=residence.max_registers,
             **common,
         )
         if splits > 1:
