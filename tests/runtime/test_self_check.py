@@ -28,7 +28,7 @@ def checked_runner(directory, *, sizes=(1, 4, 6), recorder=None, limits=None, **
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])
-@pytest.mark.parametrize(("level", "comparisons"), [("fast", 6), ("full", 14)])
+@pytest.mark.parametrize(("level", "comparisons"), [("fast", 8), ("full", 14)])
 def test_a_sound_runner_passes_and_serves_as_if_nothing_had_been(tiny_dir, variant, level, comparisons):
     runner = checked_runner(tiny_dir(variant))
     before, fractions = buffers(runner), []
@@ -173,6 +173,55 @@ def test_an_unwritten_cache_entry_is_noticed(tiny_dir):
         tiny_dir("deepseek_v3_small"), sizes=(6,), recorder=FakeRecorder(graph_type=Forgets), mla_inputs=write
     )
     assert "does not equal an eager run" in refusal(runner)
+
+
+class LastRow(FakeGraph):
+    """Captured with a buffer of one row too few."""
+
+    def replay(self):
+        super().replay()
+        self._result.logits[-1] += 1
+
+
+def test_a_fault_of_the_last_row_is_noticed(tiny_dir):
+    recorder = FakeRecorder(graph_type=LastRow)
+    message = refusal(checked_runner(tiny_dir("qwen3_moe"), sizes=(6,), recorder=recorder))
+    assert "6 rows filled): it does not equal an eager run of the same batch: logits differ in row 5 " in message
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_what_only_the_other_way_to_sample_computes_is_noticed(tiny_dir, layer):
+    """Graphs of one size share memory: a general one that waits for a layer too little finds what the argmax one has left."""
+    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(6,))
+    mlp = runner.model.layers[layer].mlp
+    compute, left, stale = mlp.forward, [torch.zeros(6, runner.model.config.hidden_size)], []
+
+    def forward(*inputs):
+        if not stale:
+            left[0].copy_(compute(*inputs))
+        return left[0].clone()
+
+    class Hasty(FakeGraph):
+        def replay(self):
+            stale.append(self)
+            super().replay()
+            stale.clear()
+
+    mlp.forward = forward
+    graph, result = runner.graphs._graphs[6, "general"]
+    runner.graphs._graphs[6, "general"] = Hasty(graph._work, result), result
+    assert "(general sampling, 5 rows filled): it does not equal an eager run of the same batch: hidden" in refusal(runner)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("variants", [("argmax", "general"), ("general", "argmax")])
+def test_a_graph_that_samples_in_the_other_way_is_noticed(tiny_dir, size, variants):
+    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(size,), limits=limits_of(max_num_seqs=size))
+    right, wrong = variants
+    runner.graphs._graphs[size, right] = runner.graphs._graphs[size, wrong]
+    message = refusal(runner)
+    assert f"{right} sampling" in message
+    assert "tokens differ" in message
 
 
 def test_without_graphs_there_is_nothing_to_compare(tiny_dir):
