@@ -85,7 +85,8 @@ def residence_of(
         return Residence(few)
     each = -(-programs // processors)
     # As many blocks as leave all of a processor's programs, or four, room beside each other, up to what one needs alone.
-    block_bytes = 2 * tiles.block_n * cache.shape[-1] * cache.element_size()
+    # A block's heads are as wide in shared memory as in registers.
+    block_bytes = 2 * tiles.block_n * triton.next_power_of_2(cache.shape[-1]) * cache.element_size()
     room = shared_memory(cache.device) // max(1, min(each, 4)) - _OTHER_SHARED
     num_stages = max(2, min(room // block_bytes + 1, 5))
     # With a few more registers, three programs would run side by side and not four.

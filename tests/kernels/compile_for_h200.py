@@ -256,6 +256,18 @@ def into_fp8_rows() -> None:
         triton_cache.heads_linear_fp8(empty(tokens, 128, 512), empty(128, 128, 512).transpose(1, 2))
 
 
+def wide_heads() -> None:
+    """Decode attention whose blocks of the cache take the most shared memory, also of heads that are no power of two wide."""
+    meta, attention = metadata(1, 16, 2048), triton_attention.TritonAttention(DEVICE)
+    for head_dim in (96, 192, 256):
+        shape = AttentionShape("gqa", 24, 1, head_dim, 0, head_dim**-0.5)
+        cache, plan = empty(64, *kv_page_shape(shape, PAGE)), attention.plan(meta, shape)
+        attention.gqa(empty(16, 24, head_dim), cache, meta, shape, plan)
+        rotary = RotaryTable(empty(4096, head_dim // 4, dtype=torch.float32), interleaved=False)
+        positions = torch.zeros(16, dtype=torch.int64)
+        attention.gqa_decode(empty(16, 26 * head_dim), None, rotary, positions, cache, meta, shape, plan)
+
+
 def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, and shared memory of a program, from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -277,6 +289,7 @@ def main() -> int:
                 model(kernels, tokens)
         batches = batches[1:2]
     around_vendor_kernels(stacks[0])
+    wide_heads()
     report = {}
     for name, variants in sorted(compiled.items()):
         rows = [resources(kernel) for kernel in variants.values()]
