@@ -7,6 +7,7 @@ import torch
 
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionShape, kv_page_shape
+from minserve.runtime.page_allocator import DUMMY_PAGE
 from minserve.runtime.poisoned_cache import PoisonedCache
 from minserve.runtime.step import ScheduledRow, ScheduledStep
 
@@ -52,6 +53,8 @@ def test_only_earlier_tokens_are_filled_and_no_layer_is_like_another(kind):
         ScheduledRow(request_id=1, slot=1, start=0, num_tokens=1, new_pages=(3,), samples=True),
     ]
     step = ScheduledStep.of(0, rows, 2)
+    for layer in layers:
+        layer[DUMMY_PAGE] = 1.0  # as padding may leave it
     cache.fill(step, 1)
     slots = torch.arange((1 + NUM_PAGES) * PAGE_SIZE)
     entries = cache.read(cache.places(slots))

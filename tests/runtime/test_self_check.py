@@ -34,8 +34,8 @@ def test_a_sound_runner_passes_and_serves_as_if_nothing_had_been(tiny_dir, varia
     before, fractions = buffers(runner), []
     verdict = check_graphs(runner, level, fractions.append)
     assert verdict.comparisons == comparisons
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
+    trials = comparisons // 2
+    assert fractions == [*(done / trials for done in range(trials)), 1.0]
     for name, values in buffers(runner).items():
         if name.startswith("cache"):
             assert not values.any(), name
