@@ -113,7 +113,9 @@ def _read_index(path: Path) -> _Index:
         refuse_repeated_keys(body, kept=1 + len(index.weight_map) + (0 if index.metadata is None else 1 + len(index.metadata)))
     except OSError as error:
         raise CheckpointError(f"{path}: {_why_unreadable(path, error)}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise CheckpointError(f"{path} is not valid: nested too deeply") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid: {error}") from None
     if not index.weight_map:
         raise CheckpointError(f"{path}: weight_map is empty")

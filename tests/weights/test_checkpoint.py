@@ -159,6 +159,8 @@ def test_a_wrong_total_size_is_a_note(tmp_path: Path) -> None:
         ('{"weight_map": {}}', "weight_map is empty"),
         ('{"weight_map": {"a": 1}}', "is not valid"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' is there twice"),
+        ('{"metadata": {"a": 1}, "metadata": {"a": 1, "b": 2}, "weight_map": {"a": "x"}}', "'metadata' is there twice"),
+        ('{"x": ' + "[" * 50_000, "is not valid: nested too deeply"),
         ('{"weight_map": {"a": "../x.safetensors"}}', "which is not a safetensors file beside the index"),
         ('{"weight_map": {"a": "/x.safetensors"}}', "which is not a safetensors file beside the index"),
         ('{"weight_map": {"a": "x.bin"}}', "which is not a safetensors file beside the index"),
