@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from minserve.capture_flags import EAGER
 from minserve.kernels import reference
+from minserve.kernels.interface import ExpertRows
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher, MaskedTokens
 from minserve.models.layers.placement import ExpertPlacement
@@ -236,3 +237,25 @@ def test_kernels_get_what_their_contract_says(tiny):
     _run(layer, _hidden(6), _context(4))
     assert seen[0][4:].eq(-1).all()
     assert seen[0][:4].ge(0).all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "shared_expert", "layers"),
+    [("qwen3_moe_tied", "serial", None), ("deepseek_v3_small", "serial", 0), ("deepseek_v3_small", "fused", None)],
+)
+def test_experts_may_leave_their_sum_to_the_norm_that_reads_it(tiny, variant, shared_expert, layers):
+    """The next layer's and the model's last; where a shared expert's output is added, the routed ones sum themselves."""
+    asked = []
+
+    def expert_rows(x, slot_ids, weights, experts):
+        asked.append(x.shape[0])
+        each = x.repeat_interleave(slot_ids.shape[1], dim=0)
+        rows = reference.experts_flat(each, slot_ids.view(-1, 1), torch.ones(len(each), 1), experts)
+        return ExpertRows(rows.masked_fill(slot_ids.view(-1, 1) < 0, torch.nan), slot_ids, weights)
+
+    checkpoint, tokens = tiny(variant), prompt(20, seed=9)
+    model = load(checkpoint.directory, dataclasses.replace(reference.cpu(), expert_rows=expert_rows), shared_expert=shared_expert)
+    logits = PagedSteps(model).step([("r", tokens)], padding=2)[0]
+    assert_same_logits(logits, reference_logits(checkpoint, tokens))
+    sparse = sum(model.config.moe.sparse_layers)
+    assert asked == [22] * (sparse if layers is None else layers)
