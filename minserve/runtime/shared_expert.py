@@ -176,14 +176,15 @@ def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: La
     def prepare(size: int) -> Callable[[Variant, CaptureFlags], Tensor]:
         hidden = torch.randn(size, shape.config.hidden_size, dtype=shape.dtype, device=device)
         num_tokens = torch.tensor([size], dtype=torch.int32, device=device)
-        inputs.extend((hidden, num_tokens))
+        gain = torch.ones_like(hidden[0])
+        inputs.extend((hidden, num_tokens, gain))
         no_attention = typing.cast(AttentionMetadata, None)  # the MoE body reads nothing of it
 
         @torch.inference_mode()
         def work(_variant: Variant, flags: CaptureFlags) -> Tensor:
             context = ForwardContext(no_attention, None, [], num_tokens, flags=flags)
-            output: Tensor = layer(hidden, context, plan_streams(policy, lanes, flags, size))
-            return output
+            output = layer(hidden, context, plan_streams(policy, lanes, flags, size))
+            return shape.kernels.add_rms_norm(output, hidden, gain, 1e-6)[0]  # it may be what sums the experts' rows
 
         return work
 
