@@ -210,10 +210,9 @@ class Kernels:
     """[..., 2I] (gate | up) -> [..., I]"""
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
     """(x [..., K], weight, bias [N] or None) -> [..., N]"""
-    route: Callable[..., tuple[Tensor, Tensor]]
+    route: Callable[[Tensor, Tensor, Tensor | None, RouterConfig, Tensor | None], tuple[Tensor, Tensor]]
     """(x [T, H], weight fp32 or bf16 [E, H], correction_bias fp32 [E] or None, config, num_tokens int32 [1] or None) -> (topk_ids
-    int32 [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... From num_tokens on: -1 and 0. On a
-    GPU a sixth argument may be weights of all the experts: what is read next."""
+    int32 [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... From num_tokens on: -1 and 0."""
     experts_flat: Callable[..., Tensor]
     """(x [T, H], slots int32 [T, k], distinct in a token or -1, weights fp32 [T, k], experts) -> [T, H], weighted and summed.
     Where there is `quantize_rows`, a fifth argument may be its scales, with x its values."""

@@ -115,22 +115,3 @@ def fetch_ahead(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-STRETCH = 2048
-"""Bytes that one address of `fetch_stretches` stands for."""
-
-
-@keyed
-@triton.jit
-def fetch_stretches(pointers):
-    """The same for the STRETCH bytes at each of these addresses, multiples of 16; for GPUs that launch dependently."""
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -136,18 +136,9 @@ def fp8_rows(dtype: torch.dtype) -> Fp8RowKernels:
 
 
 def route(
-    x: Tensor,
-    weight: Tensor,
-    correction_bias: Tensor | None,
-    config: RouterConfig,
-    num_tokens: Tensor | None,
-    ahead: Tensor | None = None,
+    x: Tensor, weight: Tensor, correction_bias: Tensor | None, config: RouterConfig, num_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, H] times weight fp32 or bf16 [E, H] in fp32, then `choose`; rows from num_tokens (int32 [1]) on get -1 and 0.
-
-    `ahead` changes nothing: it is what will be read next.
-    """
-    del ahead
+    """x [T, H] times weight fp32 or bf16 [E, H] in fp32, then `choose`; rows from num_tokens (int32 [1]) on get -1 and 0."""
     ids, weights = choose(F.linear(x.float(), weight.float()), correction_bias, config)
     if num_tokens is None:
         return ids, weights

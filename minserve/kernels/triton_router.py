@@ -11,16 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import RouterConfig
-from minserve.kernels.launch import STRETCH, dependent_launch, fetch_ahead, fetch_stretches, follow, lead
-
-AHEAD_BYTES = 16 << 20
-"""Of the experts' weights, which memory can bring to the second-level cache while tokens are still being routed."""
-AHEAD_TOKENS = 256
-"""With more of them, the experts wait for other things than memory."""
-
-
-_LANES = tl.constexpr(128)
-"""Stretches that a program asks for."""
+from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
 
 
 @triton.jit
@@ -28,31 +19,18 @@ def _logits_kernel(
     x,
     weight,
     partial,
-    ahead,
     tokens,
     experts,
     width,
     each,
     x_stride,
-    splits,
-    ahead_bytes,
-    fetch: tl.constexpr,
-    stretch: tl.constexpr,
     dependent: tl.constexpr,
     block_m: tl.constexpr,
     block_e: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """partial[split, token, expert]: what the split's columns add to a logit. Splits beyond the last ask for `ahead` instead."""
+    """partial[split, token, expert]: what the split's columns add to a logit."""
     split = tl.program_id(2)
-    if fetch:  # noqa: SIM102 - a constant of the compilation
-        if split >= splits:
-            place = (split - splits) * tl.num_programs(1) + tl.program_id(1)
-            place = (place * tl.num_programs(0) + tl.program_id(0)) * _LANES + tl.arange(0, _LANES)
-            fetch_stretches(ahead + tl.minimum(place * stretch, ahead_bytes - stretch))
-            lead(dependent)
-            follow(dependent)
-            return
     from_k = split * each
     to_k = tl.minimum(from_k + each, width)
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
@@ -214,28 +192,19 @@ def cut_of(tokens: int) -> Cut:
     return Cut(64, 128, 64, 128 if tokens <= 2048 else 256, 4, 4, 4)
 
 
-def _soon(ahead: Tensor | None, pairs: int, experts: int) -> Tensor | None:
-    """The bytes of `ahead`, if so many pairs hit most experts, so that few bytes are asked for in vain."""
-    if ahead is None or pairs < 2 * experts or ahead.nbytes < STRETCH:
-        return None
-    return ahead.view(torch.uint8)
-
-
 def route(
     x: Tensor,
     weight: Tensor,
     correction_bias: Tensor | None,
     config: RouterConfig,
     num_tokens: Tensor | None,
-    ahead: Tensor | None = None,
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x [T, H] times weight fp32 or bf16 [E, H], and the choice: (ids int32 [T, k], weights fp32 [T, k]), best first, equal
     choices to the lower id, then the always-on slots; rows from num_tokens (int32 [1]) on get -1 and 0. Two launches.
 
-    A row of NaN still gets valid and distinct ids. `fixed`: cut in the same way for any number of tokens. `ahead`: the weights
-    of all experts that can be chosen, which are read next; the first of them are asked for where most experts will be.
+    A row of NaN still gets valid and distinct ids. `fixed`: cut in the same way for any number of tokens.
     """
     tokens, width = x.shape
     experts, columns = weight.shape[0], config.top_k + config.always_on
@@ -252,23 +221,15 @@ def route(
     splits = triton.cdiv(width, each)
     partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
     dependent = dependent_launch(x.device)
-    soon = _soon(ahead, tokens * config.top_k, experts) if tokens <= AHEAD_TOKENS and dependent["dependent"] else None
-    ahead_bytes = 0 if soon is None else min(AHEAD_BYTES, soon.nbytes) // STRETCH * STRETCH
-    planes = triton.cdiv(ahead_bytes, STRETCH * _LANES.value * blocks * across)
-    _logits_kernel[(blocks, across, splits + planes)](
+    _logits_kernel[(blocks, across, splits)](
         x,
         weight,
         partial,
-        x if soon is None else soon,
         tokens,
         experts,
         width,
         each,
         x.stride(0),
-        splits,
-        ahead_bytes,
-        fetch=planes > 0,
-        stretch=STRETCH,
         block_m=cut.block_m,
         block_e=cut.block_e,
         block_k=block_k,

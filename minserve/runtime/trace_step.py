@@ -224,8 +224,6 @@ def _bytes(entry: str, arguments: tuple[Any, ...], result: Any, seq_lens: Sequen
         # The new cache entries are as large as the keys and values that come in; no more of the cache is touched.
         arguments = tuple(argument for argument in arguments if not (isinstance(argument, Tensor) and argument.dim() == 5))
         return 2.0 * _size(arguments[0]) + (_size(arguments[4]) if entry == "mla_inputs" else 0.0)
-    if entry == "route":
-        arguments = arguments[:5]  # the experts' weights are the experts' to read
     if entry == "record_tokens":
         arguments = arguments[:3]  # of the slots' buffers it touches a number a row
     return float(sum(map(_size, _tensors((arguments, result)))))

@@ -97,11 +97,6 @@ def router(kernels: Kernels, rows: int) -> Case:
     return Case([x], lambda: kernels.route(x, weight, None, RouterConfig(8, "softmax", normalize=True), None))
 
 
-def router_that_asks_ahead(kernels: Kernels, rows: int) -> Case:
-    x, weight, ahead = normal(rows, 2048), normal(16, 2048), normal(16, 512, 512)
-    return Case([x], lambda: kernels.route(x, weight, None, RouterConfig(8, "softmax", normalize=True), None, ahead))
-
-
 def gqa_inputs(kernels: Kernels, rows: int) -> Case:
     qkv, norms, rotary = normal(rows, 40 * 128), HeadNorms(normal(128), normal(128), 1e-6), table(128)
     pages, positions = normal(10, *kv_page_shape(GQA, 64)), torch.randint(0, 600, (rows,), device=DEVICE)
@@ -205,7 +200,6 @@ CASES = [
     linear,
     fp8_linear,
     router,
-    router_that_asks_ahead,
     gqa_inputs,
     mla_inputs,
     heads_linear,

@@ -141,16 +141,6 @@ def test_a_gate_in_bf16_is_the_gate_in_fp32(kernels: Kernels, tokens: int) -> No
     assert (narrow[0] == reference.route(x, weight, None, config, None)[0]).all(dim=1).float().mean() > 0.97
 
 
-@pytest.mark.parametrize("tokens", sized([8, 40, 128, 256], [40]))
-def test_experts_weights_may_be_asked_for_beside_the_gate_s_product(kernels: Kernels, tokens: int) -> None:
-    """Few of them, some that fill no last stretch, and more than are asked for."""
-    x, gate, config = normal(tokens, 512), normal(16, 512), RouterConfig(4, "softmax", normalize=True)
-    plain = kernels.route(x, gate, None, config, None)
-    for shape in sized([(16, 3, 5), (16, 25, 80), (16, 2048, 1024)], [(16, 3, 5), (16, 25, 80)]):
-        beside = kernels.route(x, gate, None, config, None, normal(*shape))
-        assert all(same_bits(one, other) for one, other in zip(plain, beside, strict=True))
-
-
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_gives_valid_ids_for_rows_of_nan(kernels: Kernels, name: str) -> None:
     experts, config = ROUTERS[name]

@@ -105,7 +105,6 @@ class MixtureOfExperts(nn.Module):
         return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)
 
     def _dispatch(self, hidden: Tensor, ctx: ForwardContext) -> Dispatched:
-        alone = isinstance(self.dispatcher, LocalDispatcher) and hidden.is_cuda
-        expert_ids, weights = self.router(hidden, ctx.num_tokens, self.experts.w13 if alone else None)
+        expert_ids, weights = self.router(hidden, ctx.num_tokens)
         slot_ids = self.experts.slots_of(expert_ids)
         return self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)

@@ -33,13 +33,9 @@ class Router(nn.Module):
         if torch.equal(narrow.float(), self.weight):
             self.weight = nn.Parameter(narrow, requires_grad=False)
 
-    def forward(self, hidden: Tensor, num_tokens: Tensor | None, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows at and beyond num_tokens (int32 [1] on the device; None: all rows are real) get id -1 and weight 0.
-
-        `ahead`: weights of all experts, of which memory may bring some to the cache meanwhile.
-        """
-        more = () if ahead is None else (ahead,)
-        return self.kernels.route(hidden, self.weight, self.correction_bias, self.config, num_tokens, *more)
+    def forward(self, hidden: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows at and beyond num_tokens (int32 [1] on the device; None: all rows are real) get id -1 and weight 0."""
+        return self.kernels.route(hidden, self.weight, self.correction_bias, self.config, num_tokens)
 
     def destinations(self) -> Iterator[Destination]:
         yield Destination(f"{self.prefix}.weight", self.weight)
