@@ -144,6 +144,9 @@ def _attention_kernel(
     if split:
         each = _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n)
         start = part * each
+        if (part > 0) & (start >= seq_len):
+            # Not a token, and nothing touched. It need not `follow`: the row's first part does, so the kernel ends no sooner.
+            return
         stop = tl.minimum(stop, start + each)
     table = page_table + row.to(tl.int64) * table_stride
     if raw:
@@ -272,10 +275,7 @@ def _attention_kernel(
         lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)
-        # A part without tokens says so by its -inf, and its room is never read.
-        tl.store(
-            partial + flat[:, None] * head_dim + dims[None, :], acc, mask=(real & (start < stop))[:, None] & in_dims[None, :]
-        )
+        tl.store(partial + flat[:, None] * head_dim + dims[None, :], acc, mask=real[:, None] & in_dims[None, :])
 
 
 @triton.jit
@@ -304,14 +304,16 @@ def _merge_kernel(
     seq_len = tl.load(seq_lens + flat // num_heads)
     lead(dependent)
     follow(dependent)
-    if _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n) >= seq_len:
+    each = _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n)
+    if each >= seq_len:
         return
     dims = tl.program_id(1) * block_d + tl.arange(0, block_d)
     parts = tl.arange(0, block_splits)
-    lse = tl.load(partial_lse + flat * num_splits + parts, mask=parts < num_splits, other=float("-inf"))
+    filled = parts * each < seq_len  # the others have written nothing
+    lse = tl.load(partial_lse + flat * num_splits + parts, mask=filled, other=float("-inf"))
     top = tl.max(lse, axis=0)
     weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    inside = (lse != float("-inf"))[:, None] & (dims < head_dim)[None, :]
+    inside = filled[:, None] & (dims < head_dim)[None, :]
     values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
     whole = tl.sum(weights, axis=0)
     result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)

@@ -131,13 +131,14 @@ def test_long_rows_beside_short_ones() -> None:
         assert distance(run(attention(path), inputs, layer, metadata, shape), truth) < ERROR
 
 
+@pytest.mark.parametrize(("longest", "parts"), [(4500, 2), (17000, 4)])
 @pytest.mark.parametrize("name", TINY_SHAPES)
-def test_where_rows_alone_fill_the_gpu_only_long_ones_are_cut(name: str) -> None:
-    shape, metadata = TINY_SHAPES[name], step([1] * 3, [70, 4500, 1], 64)
+def test_where_rows_alone_fill_the_gpu_only_long_ones_are_cut(name: str, longest: int, parts: int) -> None:
+    shape, metadata = TINY_SHAPES[name], step([1] * 3, [70, longest, 1], 64)
     inputs, layer = queries(shape, 3), cache(metadata, shape)
     engine = attention("triton")
     engine.num_processors = 1
-    assert (engine.plan(metadata, shape).wanted, engine.plan(metadata, shape).num_splits) == (1, 2)
+    assert (engine.plan(metadata, shape).wanted, engine.plan(metadata, shape).num_splits) == (1, parts)
     assert distance(run(engine, inputs, layer, metadata, shape), attention_truth(inputs, layer, metadata, shape)) < ERROR
 
 
