@@ -17,10 +17,10 @@ MAX_SPLITS = 64
 LEAST_PART = 256
 """Fewest tokens of a part, but for the last: shorter rows leave parts empty instead of cutting finer."""
 LONG_PART = 4096
-"""Most tokens of a part, lest one long row hold up a batch of short ones; of longer rows than LONG_PARTS of them, a fourth."""
+"""Most tokens of a part, lest one long row hold up a batch of short ones, while the row's parts suffice: longer ones share it."""
 LONG_PARTS = 4
-"""Most parts that are there for long rows alone. Short rows leave them empty, and their programs start all the same: with nine
-empty ones a row, steps of 128 rows took 13 % longer where --max-model-len was 40,960."""
+"""Parts that long rows may have where fewer of each row keep the GPU busy. Short rows leave them empty, and their programs start
+all the same: with nine empty ones a row, steps of 128 rows took 13 % longer where --max-model-len was 40,960."""
 _OTHER_SHARED = 8 << 10
 """Bytes of a program's shared memory that hold no cache."""
 

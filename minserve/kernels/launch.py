@@ -4,8 +4,9 @@ The rules that make an early start safe: every program of a kernel launched with
 returns included, and calls `lead` at any time. Before `follow` it touches only what no kernel of the step writes: weights, and
 the step's own inputs (positions, lengths, pages), which lie ready before the step's first kernel, an ordinary launch; what a
 kernel wrote that its predecessor followed before it led; and what programs of its predecessor have announced (`announce`,
-`wait_for`). Programs that wait for such have `outlast` in place of `follow`. A kernel then starts while its predecessor drains,
-and what it does early overlaps with it. Knows no kernel.
+`wait_for`). Programs that wait for such have `outlast` in place of `follow`. A program that writes nothing, and has touched only
+what it may before `follow`, may end without either, if another of its launch always follows. A kernel then starts while its
+predecessor drains, and what it does early overlaps with it. Knows no kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"

@@ -142,6 +142,25 @@ def test_where_rows_alone_fill_the_gpu_only_long_ones_are_cut(name: str, longest
     assert distance(run(engine, inputs, layer, metadata, shape), attention_truth(inputs, layer, metadata, shape)) < ERROR
 
 
+@pytest.mark.parametrize("processors", [1, 264])
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_rows_without_a_token_are_zeros(name: str, processors: int) -> None:
+    """As are a mixed step's rows that are FlashInfer's. Their first parts run: were all empty ones to end at once, none of the
+    kernel's programs might wait for the kernel before."""
+    shape, metadata = TINY_SHAPES[name], step([1] * 3, [70, 300, 40], 64, max_pages=640)
+    inputs, layer = queries(shape, 3), cache(metadata, shape)
+    truth = attention_truth(inputs, layer, metadata, shape)
+    engine = attention("triton")
+    engine.num_processors = processors
+    assert engine.plan(metadata, shape).num_splits > 1
+    metadata.seq_lens[0], metadata.seq_lens[2], truth[0], truth[2] = 0, 0, 0, 0
+    result = run(engine, inputs, layer, metadata, shape)
+    assert distance(result, truth) < ERROR
+    assert bool(result[[0, 2]].eq(0).all())
+    metadata.seq_lens.zero_()
+    assert bool(run(engine, inputs, layer, metadata, shape).eq(0).all())
+
+
 @pytest.mark.parametrize("name", ["tiny-gqa", "tiny-mla"])
 def test_fp32_attention(name: str) -> None:
     shape, metadata = SHAPES[name], STEPS["mixed"]()
