@@ -245,14 +245,15 @@ def into_fp8_rows() -> None:
             ids, shares = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
             for norm in (triton_rows.add_rms_norm, triton_rows.add_rms_norm_fp8):
                 norm(ExpertRows(empty(tokens * 8, width), ids, shares), empty(tokens, width), empty(width), 1e-6)
-        meta, attention = metadata(1, tokens, 2048), triton_attention.TritonAttention(DEVICE)
-        cache = empty(64, *kv_page_shape(shape, PAGE))
-        plan = attention.plan(meta, shape)
-        attention.gqa_fp8(empty(tokens, 32, 128), cache, meta, shape, plan)
+        attention, cache = triton_attention.TritonAttention(DEVICE), empty(64, *kv_page_shape(shape, PAGE))
         rotary = RotaryTable(empty(4096, 128, dtype=torch.float32), interleaved=False)
         gains, positions = HeadNorms(empty(128), empty(128), 1e-6), torch.zeros(tokens, dtype=torch.int64)
-        for decode in (attention.gqa_decode, attention.gqa_decode_fp8):
-            decode(empty(tokens, 40 * 128), gains, rotary, positions, cache, meta, shape, plan)
+        for longest in (2048, 40_960):  # whole rows, and rows that are cut where they are long
+            meta = metadata(1, tokens, longest)
+            plan = attention.plan(meta, shape)
+            attention.gqa_fp8(empty(tokens, 32, 128), cache, meta, shape, plan)
+            for decode in (attention.gqa_decode, attention.gqa_decode_fp8):
+                decode(empty(tokens, 40 * 128), gains, rotary, positions, cache, meta, shape, plan)
         triton_cache.heads_linear_fp8(empty(tokens, 128, 512), empty(128, 128, 512).transpose(1, 2))
 
 
