@@ -19,8 +19,9 @@ LEAST_PART = 256
 LONG_PART = 4096
 """Most tokens of a part, lest one long row hold up a batch of short ones, while the row's parts suffice: longer ones share it."""
 LONG_PARTS = 4
-"""Parts that long rows may have where fewer of each row keep the GPU busy. Short rows leave them empty, and their programs start
-all the same: with nine empty ones a row, steps of 128 rows took 13 % longer where --max-model-len was 40,960."""
+"""Parts that long rows may have where fewer keep the GPU busy: so many of each row, or with few rows as many programs a processor
+in all. Short rows leave them empty, and their programs start all the same: with nine empty ones a row, steps of 128 rows took
+13 % longer where --max-model-len was 40,960."""
 _OTHER_SHARED = 8 << 10
 """Bytes of a program's shared memory that hold no cache."""
 
@@ -76,7 +77,8 @@ def plan_decode(metadata: AttentionMetadata, shape: AttentionShape, processors: 
     # A grouped-query program that has a processor alone reads as fast as two of half the length, which must be merged.
     together = 1 if shape.kind == "gqa" else 2
     wanted = max(1, min(together * processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
-    num_splits = max(wanted, min(triton.cdiv(room, LONG_PART), LONG_PARTS))
+    for_long_rows = max(LONG_PARTS, LONG_PARTS * processors // max(programs, 1))
+    num_splits = max(wanted, min(triton.cdiv(room, LONG_PART), for_long_rows))
     return TritonPlan(True, min(num_splits, MAX_SPLITS), min(wanted, MAX_SPLITS))
 
 
