@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Sequence
 from multiprocessing import connection as waiting
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from minserve.process_ends import SIGNALS, die_with, leave_on_sigterm
 from minserve.server.app import serve
 from minserve.server.front import Siblings
 
+_IN_ORDER = (ExitCode.OK, ExitCode.INTERRUPTED)
 _LEAVE_WITHIN = 5.0
 """Seconds that workers get, once one has failed, before they are killed."""
 
@@ -86,23 +88,34 @@ def _private_listener(path: Path) -> socket.socket:
 
 def _wait(group: _Group) -> ExitCode:
     """Returns once every worker has ended."""
-    code: ExitCode | None = None
+    codes: list[ExitCode] = []
+    told = False
+    """Whether they had been told to leave before the first of them did."""
     deadline: float | None = None
     while running := [worker for worker in group.workers if worker.exitcode is None]:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = waiting.wait([worker.sentinel for worker in running], left)
         if not ended and left is not None:
-            return code or ExitCode.INTERNAL
+            return _together(codes, told=told) or ExitCode.INTERNAL
+        told = told or (not codes and group.first_signal is not None)
         for number, worker in enumerate(group.workers):
             if worker.sentinel not in ended:
                 continue
             worker.join()
-            code = _worse(code, _exit_code(worker, number))
-        if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and deadline is None:
+            codes.append(_exit_code(worker, number))
+        if _together(codes, told=told) not in _IN_ORDER and deadline is None:
             deadline = time.monotonic() + _LEAVE_WITHIN
         if group.first_signal is None:
             group.pass_on(signal.SIGTERM)
-    return code or ExitCode.OK
+    return _together(codes, told=told)
+
+
+def _together(codes: Sequence[ExitCode], *, told: bool) -> ExitCode:
+    """Of workers that ended so, in that order. The first failure counts: those after it follow from it."""
+    failures = [code for code in codes if code not in _IN_ORDER]
+    if told and set(failures) == {ExitCode.RANK_DIED} and len(failures) < len(codes):
+        failures = []  # one that left as it was told ended the engines for those that had not heard of it yet
+    return next(iter(failures), ExitCode.INTERRUPTED if ExitCode.INTERRUPTED in codes else ExitCode.OK)
 
 
 def _exit_code(worker: ForkProcess, number: int) -> ExitCode:
@@ -114,11 +127,6 @@ def _exit_code(worker: ForkProcess, number: int) -> ExitCode:
         return ExitCode(ended)
     except ValueError:
         return ExitCode.INTERNAL
-
-
-def _worse(known: ExitCode | None, new: ExitCode) -> ExitCode:
-    """The first failure stays: those after it follow from it."""
-    return new if known in (None, ExitCode.OK, ExitCode.INTERRUPTED) else known
 
 
 def _work(

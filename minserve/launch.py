@@ -71,14 +71,16 @@ def run(config: Config, engine_module: str | None = None) -> int:
 
 def _serve(config: Config, connections: list[list[socket.socket]], listeners: list[socket.socket]) -> ExitCode:
     """The front's own work. What it needs is imported only now, while the engines import torch: they take longer."""
+    # Signals wait: an import may swallow what they raise, and one would leave the event loop half made.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, process_ends.SIGNALS)
     import asyncio
 
     from minserve import front_workers
     from minserve.server.app import serve
 
     if config.front_workers > 1:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         return front_workers.run(config, connections, listeners)
-    signal.pthread_sigmask(signal.SIG_BLOCK, process_ends.SIGNALS)  # one would leave the event loop half made
     return asyncio.run(serve(config, connections[0], listeners[0]))
 
 

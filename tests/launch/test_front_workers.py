@@ -14,8 +14,8 @@ import pytest
 from server_process import ServerProcess, serving, start
 from waiting import PATIENCE, until
 
-from minserve import launch
-from minserve.errors import EnvironmentFault
+from minserve import front_workers, launch
+from minserve.errors import EnvironmentFault, ExitCode
 
 
 @pytest.fixture
@@ -141,3 +141,20 @@ def test_a_shared_port_is_busy_for_another_server() -> None:
             launch.bind("127.0.0.1", first.getsockname()[1], shared=True)
         with pytest.raises(EnvironmentFault, match="in use"):
             launch.bind("127.0.0.1", first.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("codes", "told", "together"),
+    [
+        ([0, 0], True, ExitCode.OK),
+        ([0, 130], True, ExitCode.INTERRUPTED),
+        ([0, 6], True, ExitCode.OK),  # the first one left as it was told, and the engine with it
+        ([6, 130], True, ExitCode.INTERRUPTED),
+        ([6, 6], True, ExitCode.RANK_DIED),
+        ([6, 0], False, ExitCode.RANK_DIED),
+        ([0, 1, 6], True, ExitCode.INTERNAL),
+        ([7, 0], True, ExitCode.SELF_CHECK),
+    ],
+)
+def test_the_exit_code_of_all_workers(codes: list[int], told: bool, together: ExitCode) -> None:
+    assert front_workers._together([ExitCode(code) for code in codes], told=told) == together
