@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import flashinfer
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minserve.kernels.attention_cuts import TritonPlan
-from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
+from minserve.kernels.interface import LEAST_MIXED_TOKENS, AttentionMetadata, AttentionShape, Fp8Rows, Result
 from minserve.kernels.triton_attention import TritonAttention
 from minserve.kernels.triton_cache import list_pages
 from minserve.kernels.triton_grouping import FP8_BLOCK, fp8_rows
@@ -222,35 +223,14 @@ class FlashInferAttention:
             return self.triton.gqa_fp8(q, cache, metadata, shape, plan.triton)
         return fp8_rows(self.gqa(q, cache, metadata, shape, plan).flatten(1))
 
-    def gqa_decode(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
-        plan: FlashInferPlan,
-    ) -> Tensor:
-        """`gqa_inputs` of qkv [T, (Hq + 2 Hkv) D], then `gqa`, for rows of one token each: [T, Hq, D]."""
-        return self.triton.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan.triton)
+    def by_triton(self, entry: Callable[..., Result]) -> Callable[..., Result]:
+        """An entry of TritonAttention, whose last argument is its plan, for plans of this class."""
 
-    def gqa_decode_fp8(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-        shape: AttentionShape,
-        plan: FlashInferPlan,
-    ) -> Fp8Rows:
-        """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]."""
-        if shape.head_dim % FP8_BLOCK:
-            return fp8_rows(self.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan).flatten(1))
-        return self.triton.gqa_decode_fp8(qkv, norms, rotary, positions, cache, metadata, shape, plan.triton)
+        def computed(*operands: Any) -> Result:
+            *others, plan = operands
+            return entry(*others, plan.triton)
+
+        return computed
 
     def mla(
         self,

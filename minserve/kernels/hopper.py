@@ -41,11 +41,11 @@ def hopper(
             silu_and_mul=functools.partial(fp8_rows, gated=True),
             heads_linear=triton_cache.heads_linear_fp8,
             gqa_attention=attention.gqa_fp8,
-            gqa_decode=attention.gqa_decode_fp8,
+            gqa_decode=attention.by_triton(triton.gqa_decode_fp8),
         ),
         plan_attention=attention.plan,
         gqa_attention=attention.gqa,
-        gqa_decode=attention.gqa_decode,
+        gqa_decode=attention.by_triton(triton.gqa_decode),
         mla_attention=attention.mla,
         forget_graphs=attention.forget_graphs,
     )

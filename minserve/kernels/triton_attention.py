@@ -19,7 +19,7 @@ from minserve.kernels.attention_cuts import LEAST_PART, LONG_PART, TritonPlan, p
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
 from minserve.kernels.launch import dependent_launch, num_processors
 from minserve.kernels.triton_attention_kernels import attention_kernel, merge_kernel
-from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
+from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows, fp8_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class TritonAttention:
     def gqa(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Tensor:
         """q [T, Hq, D] over cache [pages, 2, page_size, Hkv, D], causal within the row: [T, Hq, D]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan, out)
+        self._run(q, None, cache, _head_strides(cache), metadata, shape, plan, out)
         return out
 
     def gqa_fp8(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, shape: AttentionShape, plan: TritonPlan) -> Fp8Rows:
         """`gqa` of bf16 queries, quantised: [T, Hq * D]; D is a multiple of 128."""
         out = empty_fp8_rows(q.shape[0], shape.num_heads * shape.head_dim, q.device)
-        self._run(q, None, cache, (cache.stride(2), cache.stride(3), cache.stride(1)), metadata, shape, plan, out)
+        self._run(q, None, cache, _head_strides(cache), metadata, shape, plan, out)
         return out
 
     def gqa_decode(
@@ -87,7 +87,9 @@ class TritonAttention:
         shape: AttentionShape,
         plan: TritonPlan,
     ) -> Fp8Rows:
-        """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]; D is a multiple of 128."""
+        """`gqa_decode` of bf16 rows, quantised: [T, Hq * D]; by a launch of its own where D is no multiple of 128."""
+        if shape.head_dim % FP8_BLOCK:
+            return fp8_rows(self.gqa_decode(qkv, norms, rotary, positions, cache, metadata, shape, plan).flatten(1))
         out = empty_fp8_rows(qkv.shape[0], shape.num_heads * shape.head_dim, qkv.device)
         self._run_raw(qkv, RawHeads(norms, rotary, positions), cache, metadata, shape, plan, out)
         return out
@@ -102,8 +104,8 @@ class TritonAttention:
         plan: TritonPlan,
         out: Tensor | Fp8Rows,
     ) -> None:
-        heads, strides = qkv.unflatten(1, (-1, shape.head_dim)), (cache.stride(2), cache.stride(3), cache.stride(1))
-        self._run(heads, None, cache, strides, metadata, shape, plan, out, raw)
+        heads = qkv.unflatten(1, (-1, shape.head_dim))
+        self._run(heads, None, cache, _head_strides(cache), metadata, shape, plan, out, raw)
 
     def mla(
         self,
@@ -208,6 +210,11 @@ class TritonAttention:
             merge_d = min(128, block_d)
             grid = tokens * heads, triton.cdiv(head_dim, merge_d)
             merge_kernel[grid](block_splits=triton.next_power_of_2(splits), block_d=merge_d, num_warps=4, **common)
+
+
+def _head_strides(cache: Tensor) -> tuple[int, int, int]:
+    """Of a grouped-query cache: from a token to the next, from a key-value head to the next, and from a key to its value."""
+    return cache.stride(2), cache.stride(3), cache.stride(1)
 
 
 def _raw_operands(q: Tensor, raw: RawHeads | None, metadata: AttentionMetadata) -> dict[str, Any]:

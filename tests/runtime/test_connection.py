@@ -32,15 +32,6 @@ from minserve.runtime.connection import FrontConnection, FrontGone
 from minserve.seat import DESCRIPTOR_VARIABLE
 
 
-@pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    connection = FrontConnection(theirs)
-    yield ours, connection
-    ours.close()
-    connection.close()
-
-
 def test_config_and_messages_in_one_piece(ends):
     ours, connection = ends
     ours.sendall(frame(configuration.encode(Config(model="x"))) + encode_frame(AbortRequests([1])) + encode_frame(Shutdown()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import socket
 import threading
 import time
 
@@ -16,20 +15,11 @@ from minserve.config import Config
 from minserve.messages import AbortRequests, AddRequests, Shutdown, Vocabulary, encode_frame, frame
 from minserve.request import FinishReason, Request, SamplingParams
 from minserve.runtime import engine as engine_module
-from minserve.runtime.connection import FrontConnection, FrontGone
+from minserve.runtime.connection import FrontGone
 from minserve.seat import ALONE
 
 PIECES = [bytes([index]) for index in range(256)] + [b"", b""]
 VOCABULARY = encode_frame(Vocabulary(PIECES, [256, 257]))
-
-
-@pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    connection = FrontConnection(theirs)
-    yield ours, connection
-    ours.close()
-    connection.close()
 
 
 def test_a_vocabulary_that_has_begun_is_taken_in_to_its_end_and_the_rest_is_kept(ends):
