@@ -142,6 +142,8 @@ class ExpertRows:
     """int32 [T, k], negative for none"""
     weights: Tensor
     """fp32 [T, k]"""
+    added: Tensor | None = None
+    """[T, H], what is added to the rounded sum, unweighted: a shared expert's output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

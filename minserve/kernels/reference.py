@@ -39,11 +39,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def sum_rows(x: ExpertRows) -> Tensor:
-    """[T, H]: each token's rows, weighted and summed in fp32."""
+    """[T, H]: each token's rows, weighted and summed in fp32; what is added to them is added to the rounded sum."""
     weights = x.weights.masked_fill(x.slots < 0, 0.0).unsqueeze(-1)
     rows = x.rows.unflatten(0, x.weights.shape).masked_fill(x.slots.unsqueeze(-1) < 0, 0.0)
-    total: Tensor = (rows.float() * weights).sum(dim=1)
-    return total.to(x.rows.dtype)
+    total: Tensor = (rows.float() * weights).sum(dim=1).to(x.rows.dtype)
+    return total if x.added is None else total + x.added
 
 
 def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,7 @@ def _sum_norm_kernel(
     x,
     slots,
     weights,
+    added,
     residual,
     gain,
     out,
@@ -81,13 +82,17 @@ def _sum_norm_kernel(
     scale_stride,
     eps,
     top_k: tl.constexpr,
+    add: tl.constexpr,
     quantize: tl.constexpr,
     fp8_max: tl.constexpr,
     fp8_block: tl.constexpr,
     dependent: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A token's rows of x, weighted and added up in order, plus its residual, normed."""
+    """A token's rows of x, weighted and added up in order, plus its row of `added` and its residual, normed.
+
+    Each sum is rounded, as if each had a kernel of its own.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     inside = columns < width
@@ -96,13 +101,18 @@ def _sum_norm_kernel(
     follow(dependent)
     flat = token * width + columns
     before = tl.load(residual + flat, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        beside = tl.load(added + flat, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([block], tl.float32)
     for place in tl.static_range(top_k):
         pair = token * top_k + place
         chosen = tl.load(slots + pair) >= 0
         weight = tl.load(weights + pair, mask=chosen, other=0.0)
         acc += weight * tl.load(x + pair * width + columns, mask=inside & chosen, other=0.0).to(tl.float32)
-    rounded = (acc.to(x.dtype.element_ty).to(tl.float32) + before).to(total.dtype.element_ty)
+    summed = acc.to(x.dtype.element_ty).to(tl.float32)
+    if add:
+        summed = (summed + beside).to(x.dtype.element_ty).to(tl.float32)
+    rounded = (summed + before).to(total.dtype.element_ty)
     tl.store(total + flat, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gains).to(x.dtype.element_ty)
@@ -199,6 +209,7 @@ def _launch_sum_norm(
         x.rows,
         x.slots.contiguous(),
         x.weights.contiguous(),
+        residual if x.added is None else x.added.contiguous(),
         residual.contiguous(),
         weight,
         out,
@@ -208,6 +219,7 @@ def _launch_sum_norm(
         0 if scales is None else scales.stride(1),
         eps,
         top_k=top_k,
+        add=x.added is not None,
         quantize=scales is not None,
         fp8_max=FP8_MAX,
         fp8_block=FP8_BLOCK,
@@ -224,7 +236,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed, that of experts' rows
-    before it is added."""
+    before anything is added to it."""
     if not isinstance(x, ExpertRows):
         return _norm(x, residual, weight, eps)
     out, total = torch.empty_like(residual), torch.empty_like(residual)

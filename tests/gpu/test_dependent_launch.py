@@ -73,6 +73,12 @@ def norm_of_unsummed(kernels: Kernels, rows: int) -> Case:
     return Case([x.rows, ids, shares], lambda: kernels.add_rms_norm(x, residual, weight, 1e-6))
 
 
+def norm_of_unsummed_and_shared(kernels: Kernels, rows: int) -> Case:
+    (ids, shares), added = choices(rows, 4, 16), normal(rows, 2048)
+    x, residual, weight = ExpertRows(normal(rows * 4, 2048), ids, shares, added), normal(rows, 2048), normal(2048)
+    return Case([x.rows, added], lambda: kernels.add_rms_norm(x, residual, weight, 1e-6))
+
+
 def parts_of(rows: Fp8Rows, *others: Tensor) -> tuple[Tensor, ...]:
     return rows.values, rows.scales, *others
 
@@ -197,6 +203,7 @@ CASES = [
     norm,
     norm_into_fp8,
     norm_of_unsummed,
+    norm_of_unsummed_and_shared,
     activation,
     linear,
     fp8_linear,

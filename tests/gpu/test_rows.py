@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from gpu.kernel_samples import DEVICE, choices, distance, normal, same_bits, sized
@@ -53,6 +55,32 @@ def test_a_norm_sums_what_experts_leave_unsummed(kernels: Kernels, tokens: int, 
     assert distance(normed, wanted) < 1e-3
     assert same_bits(x.rows, before[0]) and same_bits(residual, before[1])
     assert distance(reference.add_rms_norm(x, residual, gain, 1e-6)[0], wanted) < 8e-3
+    if width % 128 == 0:
+        rows, again = triton_rows.add_rms_norm_fp8(x, residual, gain, 1e-6)
+        alone = triton_grouping.fp8_rows(normed)
+        assert same_bits(again, total)
+        assert same_bits(rows.values, alone.values) and same_bits(rows.scales.t(), alone.scales.t())
+
+
+@pytest.mark.parametrize(("width", "top_k"), sized([(128, 8), (2048, 6), (3584, 8), (7168, 8)], [(48, 3), (384, 6)]))
+@pytest.mark.parametrize("tokens", sized([1, 32, 256], [1, 5]))
+def test_a_norm_adds_the_shared_expert_to_the_experts_sum(kernels: Kernels, tokens: int, width: int, top_k: int) -> None:
+    """To the bit what a sum, torch's addition and a norm do one after the other."""
+    from minserve.kernels import triton_grouping, triton_rows
+
+    routed, shared = unsummed(tokens, top_k, width), normal(tokens, width)
+    residual, gain = normal(tokens, width), normal(width)
+    x = dataclasses.replace(routed, added=shared)
+    before = routed.rows.clone(), shared.clone(), residual.clone()
+    summed = triton_grouping.combine(routed.rows, routed.slots, routed.weights, direct=True)
+    wanted, wanted_total = kernels.add_rms_norm(summed + shared, residual, gain, 1e-6)
+    normed, total = kernels.add_rms_norm(x, residual, gain, 1e-6)
+    assert same_bits(total, wanted_total)
+    assert distance(normed, wanted) < 1e-3
+    assert same_bits(routed.rows, before[0]) and same_bits(shared, before[1]) and same_bits(residual, before[2])
+    assert distance(reference.add_rms_norm(x, residual, gain, 1e-6)[0], wanted) < 8e-3
+    views = dataclasses.replace(routed, added=torch.stack((shared, residual), dim=1)[:, 0])
+    assert same_bits(kernels.add_rms_norm(views, residual, gain, 1e-6)[1], total)
     if width % 128 == 0:
         rows, again = triton_rows.add_rms_norm_fp8(x, residual, gain, 1e-6)
         alone = triton_grouping.fp8_rows(normed)

@@ -239,12 +239,13 @@ def into_fp8_rows() -> None:
     """Producers that quantise for DeepGEMM."""
     shape = AttentionShape("gqa", 32, 4, 128, 0, 128**-0.5)
     for tokens in (32, 128):
-        for width in (2048, 7168):
+        for width in (2048, 4096, 7168):
             triton_rows.rms_norm_fp8(empty(tokens, width), empty(width), 1e-6)
             triton_rows.add_rms_norm_fp8(empty(tokens, width), empty(tokens, width), empty(width), 1e-6)
             ids, shares = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
             for norm in (triton_rows.add_rms_norm, triton_rows.add_rms_norm_fp8):
-                norm(ExpertRows(empty(tokens * 8, width), ids, shares), empty(tokens, width), empty(width), 1e-6)
+                for added in (None, empty(tokens, width)):
+                    norm(ExpertRows(empty(tokens * 8, width), ids, shares, added), empty(tokens, width), empty(width), 1e-6)
         attention, cache = triton_attention.TritonAttention(DEVICE), empty(64, *kv_page_shape(shape, PAGE))
         rotary = RotaryTable(empty(4096, 128, dtype=torch.float32), interleaved=False)
         gains, positions = HeadNorms(empty(128), empty(128), 1e-6), torch.zeros(tokens, dtype=torch.int64)
