@@ -10,8 +10,10 @@ import types
 import pytest
 import torch
 from paged_steps import PagedSteps, load
+from unsummed_experts import expert_rows
 
 from minserve.kernels import reference
+from minserve.kernels.interface import ExpertRows
 from minserve.models.layers import moe, streams
 from minserve.runtime import capture_mode as capture_module
 
@@ -67,8 +69,8 @@ def faults(log, sparse_layers):
     return found
 
 
-def recording(directory, capture_mode=capture_module.capture_mode):
-    """A captured decode step of a real model, as its recording double saw it."""
+def recording(directory, capture_mode=capture_module.capture_mode, *, left=False):
+    """A captured decode step of a real model, as its recording double saw it. `left`: norms sum what experts made."""
     lanes = RecordingLanes()
 
     def noted(name, function):
@@ -78,10 +80,17 @@ def recording(directory, capture_mode=capture_module.capture_mode):
 
         return call
 
+    def norm(x, *arguments):
+        if isinstance(x, ExpertRows):
+            lanes.launch("sum" if x.added is None else "sum of both")
+        return reference.add_rms_norm(x, *arguments)
+
     plain = reference.cpu()
     kernels = dataclasses.replace(
         plain,
+        add_rms_norm=norm,
         experts_flat=noted("routed", plain.experts_flat),
+        expert_rows=noted("routed", expert_rows) if left else None,
         linear=noted("linear", plain.linear),
         silu_and_mul=noted("silu", plain.silu_and_mul),
     )
@@ -105,6 +114,15 @@ def test_every_layer_keeps_the_law(tiny_dir, variant):
     side = [what for stream, what in log if stream == "alt"]
     assert side.count("silu") == sparse
     assert side.count("linear") == sparse * (3 if variant == "qwen2_moe" else 2)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3_small", "moonlight", "qwen2_moe"])
+def test_a_norm_sums_both_after_the_join_and_before_the_next_fork(tiny_dir, variant):
+    """Before: the alt stream has not written its half. After: the half's memory may be another's by then."""
+    log, sparse = recording(tiny_dir(variant), left=True)
+    assert faults(log, sparse) == []
+    order = [entry for entry in log if entry[1] in ("fork", "routed", "join", "sum", "sum of both")]
+    assert order == [("main", "fork"), ("main", "routed"), ("main", "join"), ("main", "sum of both")] * sparse
 
 
 def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:

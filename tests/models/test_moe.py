@@ -10,10 +10,10 @@ import torch
 from logit_comparison import assert_same_logits, prompt, reference_logits
 from paged_steps import PagedSteps, load
 from torch.nn import functional as F
+from unsummed_experts import expert_rows
 
 from minserve.capture_flags import EAGER
 from minserve.kernels import reference
-from minserve.kernels.interface import ExpertRows
 from minserve.models.forward_context import ForwardContext
 from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher, MaskedTokens
 from minserve.models.layers.placement import ExpertPlacement
@@ -240,22 +240,67 @@ def test_kernels_get_what_their_contract_says(tiny):
 
 
 @pytest.mark.parametrize(
-    ("variant", "shared_expert", "layers"),
-    [("qwen3_moe_tied", "serial", None), ("deepseek_v3_small", "serial", 0), ("deepseek_v3_small", "fused", None)],
+    ("variant", "shared_expert"),
+    [
+        ("qwen3_moe_tied", "serial"),
+        ("deepseek_v3_small", "serial"),
+        ("deepseek_v3_small", "overlap"),
+        ("deepseek_v3_small", "fused"),
+        ("qwen2_moe", "serial"),
+    ],
 )
-def test_experts_may_leave_their_sum_to_the_norm_that_reads_it(tiny, variant, shared_expert, layers):
-    """The next layer's and the model's last; where a shared expert's output is added, the routed ones sum themselves."""
+def test_experts_may_leave_their_sum_to_the_norm_that_reads_it(tiny, variant, shared_expert):
+    """The next layer's and the model's last, which add what a shared expert gives."""
     asked = []
 
-    def expert_rows(x, slot_ids, weights, experts):
+    def counted(x, *others):
         asked.append(x.shape[0])
-        each = x.repeat_interleave(slot_ids.shape[1], dim=0)
-        rows = reference.experts_flat(each, slot_ids.view(-1, 1), torch.ones(len(each), 1), experts)
-        return ExpertRows(rows.masked_fill(slot_ids.view(-1, 1) < 0, torch.nan), slot_ids, weights)
+        return expert_rows(x, *others)
 
-    checkpoint, tokens = tiny(variant), prompt(20, seed=9)
-    model = load(checkpoint.directory, dataclasses.replace(reference.cpu(), expert_rows=expert_rows), shared_expert=shared_expert)
-    logits = PagedSteps(model).step([("r", tokens)], padding=2)[0]
+    checkpoint, tokens, lanes = tiny(variant), prompt(20, seed=9), CountingLanes()
+    kernels = dataclasses.replace(reference.cpu(), expert_rows=counted)
+    model = load(checkpoint.directory, kernels, shared_expert=shared_expert, lanes=lanes)
+    logits = PagedSteps(model).step([("r", tokens)], padding=2, flags=CAPTURING)[0]
     assert_same_logits(logits, reference_logits(checkpoint, tokens))
     sparse = sum(model.config.moe.sparse_layers)
-    assert asked == [22] * (sparse if layers is None else layers)
+    assert asked == [22] * sparse
+    assert lanes.log == (["fork", "alt", "join"] * sparse if shared_expert == "overlap" else [])
+
+
+@pytest.mark.parametrize("lanes", [None, CountingLanes()])
+@pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])
+def test_what_is_left_to_the_norm_is_what_would_be_added(tiny, variant, lanes):
+    """The routed experts' rows as they are without a shared expert, its output beside them: to the bit, in 16 bits."""
+    kernels = dataclasses.replace(reference.cpu(), expert_rows=expert_rows)
+    layer = load(tiny(variant).directory, kernels, dtype=torch.bfloat16).layers[1]
+    hidden = _hidden(9).bfloat16()
+    left = _run(layer, hidden, _context(7), lanes)
+    with torch.inference_mode():
+        shared, layer.mlp.shared = layer.mlp.shared(hidden), None
+    routed = _run(layer, hidden, _context(7))
+    assert routed.added is None
+    assert torch.equal(left.added, shared)
+    assert torch.equal(reference.sum_rows(left), reference.sum_rows(routed) + shared)
+
+
+class OtherRanks:
+    """Adds up what ranks have summed: of a rank's sum it can make nothing but a tensor."""
+
+    def dispatch(self, *arguments):
+        return LocalDispatcher().dispatch(*arguments)
+
+    def combine(self, output, dispatched):
+        del dispatched
+        return output.float().to(output.dtype)
+
+
+@pytest.mark.parametrize(
+    ("make_dispatcher", "rows"),
+    [(OtherRanks, expert_rows), (LocalDispatcher, lambda *arguments: reference.sum_rows(expert_rows(*arguments)))],
+    ids=["other ranks", "many tokens"],
+)
+def test_where_experts_sum_themselves_the_shared_expert_is_added_to_them(tiny, make_dispatcher, rows):
+    directory = tiny("deepseek_v3_small").directory
+    kernels = dataclasses.replace(reference.cpu(), expert_rows=rows)
+    layer = load(directory, kernels, dispatcher=make_dispatcher()).layers[1]
+    torch.testing.assert_close(_run(layer, _hidden(9)), _run(load(directory).layers[1], _hidden(9)))

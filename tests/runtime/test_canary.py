@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged_steps import load
 from tiny_checkpoints import write_checkpoint
+from unsummed_experts import expert_rows
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
@@ -32,8 +33,9 @@ def test_rounding_passes(tiny_dir, variant, page_size):
     assert all(module.kernels is kernels for module in model.modules() if hasattr(module, "kernels"))
 
 
-def test_the_same_arithmetic_has_no_error(tiny_dir):
-    kernels = reference.cpu()
+@pytest.mark.parametrize("rows", [None, expert_rows])
+def test_the_same_arithmetic_has_no_error(tiny_dir, rows):
+    kernels = dataclasses.replace(reference.cpu(), expert_rows=rows)
     errors = check_layers(load(tiny_dir("deepseek_v3_small"), kernels), kernels, torch.float32, 16)
     assert max(errors.values()) < 1e-5
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
+from unsummed_experts import expert_rows
 
+from minserve.capture_flags import EAGER
 from minserve.errors import EnvironmentFault
 from minserve.kernels import reference
+from minserve.kernels.interface import ExpertRows
 from minserve.models.formats import Formats
 from minserve.models.layers.moe import MixtureOfExperts
+from minserve.models.layers.streams import Lanes
 from minserve.models.registry import load_model_config
 from minserve.remembered import Remembered
 from minserve.runtime import shared_expert
@@ -21,6 +26,7 @@ from minserve.runtime.shared_expert import Shape, Times
 Asked = Literal["auto", "fused", "overlap", "serial"]
 Directories = Callable[[str], Path]
 
+NO_LANES = cast(Lanes, None)
 EQUAL: Times = {"serial": {1: 100.0, 32: 200.0}, "overlap": {1: 100.0, 32: 199.0}, "fused": {1: 99.9, 32: 199.0}}
 
 
@@ -115,6 +121,39 @@ def test_what_cannot_be_measured_is_overlapped_and_asked_again(
 )
 def test_a_plan_must_be_worth_its_trouble(changes: Times, policy: str) -> None:
     assert shared_expert.fastest(EQUAL | changes) == policy
+
+
+@pytest.mark.parametrize("policy", ["serial", "fused"])
+def test_a_timed_step_holds_the_norm_that_sums(
+    tiny_dir: Directories, monkeypatch: pytest.MonkeyPatch, policy: Literal["serial", "fused"]
+) -> None:
+    """Else a plan that leaves more to the next norm would look faster than it is."""
+    steps: list[str] = []
+
+    class Graphs:
+        def __init__(self, prepare: Callable[[int], Callable[..., torch.Tensor]], batches: Iterable[int], _: object) -> None:
+            self.work = {size: prepare(size) for size in batches}
+
+        def capture(self) -> None:
+            for work in self.work.values():
+                work("argmax", EAGER)
+
+        def destroy(self) -> None:
+            pass
+
+    def norm(x: torch.Tensor | ExpertRows, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(x, ExpertRows)
+        steps.append("routed" if x.added is None else "routed and shared")
+        return reference.add_rms_norm(x, *arguments)
+
+    monkeypatch.setattr(shared_expert, "StepGraphs", Graphs)
+    monkeypatch.setattr(shared_expert, "CudaRecorder", lambda _: None)
+    monkeypatch.setattr(shared_expert, "_microseconds", lambda *_: 1.0)
+    kernels = dataclasses.replace(reference.cpu(), expert_rows=expert_rows, add_rms_norm=norm)
+    shape = dataclasses.replace(shape_of(tiny_dir("deepseek_v3_small")), kernels=kernels)
+    layer = shared_expert._filled(shape.layer(policy), shape.device)
+    assert set(shared_expert._times(layer, shape, policy, NO_LANES)) == set(shared_expert.BATCHES)
+    assert steps == ["routed" if policy == "fused" else "routed and shared"] * len(shared_expert.BATCHES)
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3_small", "moonlight", "qwen2_moe_sparse_step"])

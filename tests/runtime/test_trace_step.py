@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from minserve.kernels import reference
-from minserve.kernels.interface import AttentionShape, ExpertWeights, Fp8RowKernels, Fp8Rows, LinearWeight
+from minserve.kernels.interface import AttentionShape, ExpertRows, ExpertWeights, Fp8RowKernels, Fp8Rows, LinearWeight
 from minserve.runtime import trace_step
 from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.trace_step import Launch, StepTrace
@@ -75,6 +75,10 @@ def test_bytes_are_those_that_a_call_must_move() -> None:
     assert hit == 4 * (2 * (6 * 4 + 4 * 3) + 2 * (2 * 4))
     travelled = (x, slots, torch.zeros(2, 2), experts, torch.zeros(2, 1))
     assert trace_step._bytes("experts_flat", travelled, torch.zeros(2, 4), []) == hit
+    left = ExpertRows(torch.zeros(4, 4), slots, torch.zeros(2, 2))
+    for summed, both in ((left, 0), (dataclasses.replace(left, added=x), 2 * 4)):
+        normed = trace_step._bytes("add_rms_norm", (summed, x, torch.zeros(4), 1e-6), (x, x), [])
+        assert normed == 4 * (4 * 4 + 2 * (2 * 2) + both + 2 * 4 + 4 + 2 * (2 * 4))
     shape, cache = AttentionShape("gqa", 4, 2, 8, 0, 1.0), torch.zeros(9, 2, 16, 2, 8)
     q = torch.zeros(2, 4, 8)
     attended = trace_step._bytes("gqa_attention", (q, cache, None, shape, None), q, [5, 7])

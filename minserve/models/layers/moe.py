@@ -14,7 +14,7 @@ from minserve.kernels.interface import ExpertRows
 from minserve.models.build_context import BuildContext
 from minserve.models.formats import LAYOUTS
 from minserve.models.forward_context import ForwardContext
-from minserve.models.layers.dispatcher import Dispatched, LocalDispatcher
+from minserve.models.layers.dispatcher import LocalDispatcher
 from minserve.models.layers.experts import Experts
 from minserve.models.layers.linear import GatedMLP, Linear, Part
 from minserve.models.layers.router import Router
@@ -88,23 +88,22 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: Tensor, ctx: ForwardContext, lanes: Lanes | None) -> Tensor | ExpertRows:
         """Without tokens the routed part still runs, since other ranks wait in its collectives; the shared one does not.
 
-        Where the routed experts are all there is to sum, their sum may be left to the norm that reads it.
+        Where all experts are of this GPU, the norm that reads the sum may be left to make it: of routed and shared ones.
         """
-        if self.shared is None and isinstance(self.dispatcher, LocalDispatcher):
-            dispatched = self._dispatch(hidden, ctx)
-            return self.dispatcher.combine(self.experts.unsummed(dispatched.tokens), dispatched)
-        if self.shared is None or hidden.shape[0] == 0:
-            return self._routed(hidden, ctx)
         shared = self.shared
+        if shared is None or hidden.shape[0] == 0:
+            return self._routed(hidden, ctx)
         routed_output, shared_output = side_by_side(lambda: self._routed(hidden, ctx), lambda: shared(hidden), lanes)
+        if isinstance(routed_output, ExpertRows):
+            # The norm reads both before the next layer forks, which CudaLanes asks for.
+            return dataclasses.replace(routed_output, added=shared_output)
         total: Tensor = routed_output + shared_output
         return total
 
-    def _routed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        dispatched = self._dispatch(hidden, ctx)
-        return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)
-
-    def _dispatch(self, hidden: Tensor, ctx: ForwardContext) -> Dispatched:
+    def _routed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor | ExpertRows:
         expert_ids, weights = self.router(hidden, ctx.num_tokens)
         slot_ids = self.experts.slots_of(expert_ids)
-        return self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)
+        dispatched = self.dispatcher.dispatch(hidden, slot_ids, weights, ctx.num_tokens, ctx.rows_per_rank)
+        if isinstance(self.dispatcher, LocalDispatcher):
+            return self.dispatcher.combine(self.experts.unsummed(dispatched.tokens), dispatched)
+        return self.dispatcher.combine(self.experts(dispatched.tokens), dispatched)

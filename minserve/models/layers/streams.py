@@ -39,7 +39,9 @@ class Lanes(Protocol):
 class CudaLanes:
     """One alt stream for the whole model, beside whatever stream is current.
 
-    One alt stream, not one a layer: the next fork orders the reuse of blocks that were allocated on it.
+    One alt stream, not one a layer: the next fork orders the reuse of blocks that were allocated on it. So it does for a side
+    result that the main stream goes on to read after the join, as long as it reads before it forks again: only a side block
+    behind that fork can be given the result's memory.
     """
 
     def __init__(self, device: torch.device) -> None:
