@@ -207,7 +207,8 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x view [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
     add_rms_norm: Callable[[Tensor | ExpertRows, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are. Experts' rows are summed first."""
+    """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are. Experts' rows, and what is
+    added to them, are summed first."""
     silu_and_mul: Callable[[Tensor], Tensor]
     """[..., 2I] (gate | up) -> [..., I]"""
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
