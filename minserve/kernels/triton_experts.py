@@ -72,6 +72,50 @@ def _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated: tl.constexpr
 
 
 @triton.jit
+def _sums(
+    inputs,
+    real,
+    inputs_2,
+    real_2,
+    side,
+    gated: tl.constexpr,
+    fp8: tl.constexpr,
+    halves: tl.constexpr,
+    whole: tl.constexpr,
+    two: tl.constexpr,
+    together: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Weights times inputs, and if `two` times inputs_2; if `gated` the weights n_size rows further, too: (acc, up_acc, acc_2,
+    up_acc_2), each [block_n, columns]. `side`: what concerns the weights."""
+    weights, inside, scales, up_scales, n_size, k_size = side
+    block_k: tl.constexpr = weights.shape[1]
+    k = tl.arange(0, block_k)
+    acc = tl.zeros([weights.shape[0], inputs.shape[1]], tl.float32)
+    up_acc, acc_2, up_acc_2 = acc, acc, acc
+    for first in tl.range(0, k_size, block_k * together, num_stages=stages):
+        for step in tl.static_range(together):
+            start = first + step * block_k
+            mask, mask_2, weight_mask = real, real_2, inside
+            if not whole:
+                mask = mask & (start + k < k_size)[:, None]
+                mask_2 = mask_2 & (start + k < k_size)[:, None]
+                weight_mask = weight_mask & (start + k < k_size)[None, :]
+            a = _inputs(inputs + start, mask, halves)
+            w = _weights(weights + start, weight_mask, whole)
+            acc = _multiply(acc, w, a, scales + start // 128, fp8)
+            if two:
+                a_2 = _inputs(inputs_2 + start, mask_2, halves)
+                acc_2 = _multiply(acc_2, w, a_2, scales + start // 128, fp8)
+            if gated:
+                w = _weights(weights + n_size * k_size + start, weight_mask, whole)
+                up_acc = _multiply(up_acc, w, a, up_scales + start // 128, fp8)
+                if two:
+                    up_acc_2 = _multiply(up_acc_2, w, a_2, up_scales + start // 128, fp8)
+    return acc, up_acc, acc_2, up_acc_2
+
+
+@triton.jit
 def _product_kernel(
     x,
     slot_ids,
@@ -140,40 +184,26 @@ def _product_kernel(
     k = tl.arange(0, block_k)
     inside = n < n_size
     inputs = x + (row // row_divisor)[None, :] * x_stride + k[:, None]
-    if two:
-        row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
-        inputs_2 = x + (row_2 // row_divisor)[None, :] * x_stride + k[:, None]
     weights = weight + expert * weight_expert_stride + n[:, None].to(tl.int64) * k_size + k[None, :]
     # FP8 has block_n and block_k at most 128, so that one scale serves a whole tile of weights; several along a row are asked for
     # `together`, since memory is slower by 128 bytes of a row than by more of it.
     scales = scale + expert * scale_expert_stride + n_block * block_n // 128 * scale_columns
     up_scales = scale + expert * scale_expert_stride + (n_size + n_block * block_n) // 128 * scale_columns
-    acc = tl.zeros([block_n, columns], tl.float32)
-    up_acc, acc_2, up_acc_2 = acc, acc, acc
-    for first in tl.range(0, k_size, block_k * together, num_stages=stages):
-        for step in tl.static_range(together):
-            start = first + step * block_k
-            mask, weight_mask = (row >= 0)[None, :], inside[:, None]
-            if not whole:
-                mask = mask & (start + k < k_size)[:, None]
-                weight_mask = weight_mask & (start + k < k_size)[None, :]
-            a = _inputs(inputs + start, mask, halves)
-            w = _weights(weights + start, weight_mask, whole)
-            acc = _multiply(acc, w, a, scales + start // 128, fp8)
-            if two:
-                mask_2 = (row_2 >= 0)[None, :]
-                if not whole:
-                    mask_2 = mask_2 & (start + k < k_size)[:, None]
-                a_2 = _inputs(inputs_2 + start, mask_2, halves)
-                acc_2 = _multiply(acc_2, w, a_2, scales + start // 128, fp8)
-            if gated:
-                w = _weights(weights + n_size * k_size + start, weight_mask, whole)
-                up_acc = _multiply(up_acc, w, a, up_scales + start // 128, fp8)
-                if two:
-                    up_acc_2 = _multiply(up_acc_2, w, a_2, up_scales + start // 128, fp8)
-    _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated, halves)
+    side, real = (weights, inside[:, None], scales, up_scales, n_size, k_size), (row >= 0)[None, :]
     if two:
-        _store_rows(out, acc_2, up_acc_2, row_2, n, n_size, out_scale, gated, halves)
+        row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
+        # At eight pairs an expert, half of the tiles of sixteen have no more than eight: these spare the others' time and power.
+        if tl.max(row_2, axis=0) >= 0:
+            inputs_2, real_2 = x + (row_2 // row_divisor)[None, :] * x_stride + k[:, None], (row_2 >= 0)[None, :]
+            acc, up_acc, acc_2, up_acc_2 = _sums(
+                inputs, real, inputs_2, real_2, side, gated, fp8, halves, whole, True, together, stages
+            )
+            _store_rows(out, acc_2, up_acc_2, row_2, n, n_size, out_scale, gated, halves)
+        else:
+            acc, up_acc, _, _ = _sums(inputs, real, inputs, real, side, gated, fp8, halves, whole, False, together, stages)
+    else:
+        acc, up_acc, _, _ = _sums(inputs, real, inputs, real, side, gated, fp8, halves, whole, False, together, stages)
+    _store_rows(out, acc, up_acc, row, n, n_size, out_scale, gated, halves)
     if waits:
         outlast(program, dependent)
     elif by_tile:

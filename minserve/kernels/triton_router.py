@@ -188,7 +188,7 @@ def cut_of(tokens: int) -> Cut:
     if tokens <= 16:
         return Cut(16, 32, 256, 256, 4, 2, 1)
     if tokens <= 256:
-        return Cut(64, 16, 256, 256 if tokens <= 64 else 128, 4, 2, 1)
+        return Cut(64, 16, 128, 256 if tokens <= 64 else 128, 4, 2, 1)
     return Cut(64, 128, 64, 128 if tokens <= 2048 else 256, 4, 4, 4)
 
 

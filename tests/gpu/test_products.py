@@ -195,6 +195,25 @@ def test_fp8_blocks_asked_for_together_give_the_same_bits(rows: int, inner: int)
     assert same_bits(one, two)
 
 
+@pytest.mark.parametrize("inner", sized([768, 1408], [96, 128]))
+@pytest.mark.parametrize("pairs", [1, 8, 9, 16, 17])
+def test_fp8_tiles_of_sixteen_may_hold_fewer(pairs: int, inner: int) -> None:
+    """Those of up to eight pairs do without the second half; a pair's bits are the same with it."""
+    from minserve.kernels import triton_experts
+    from minserve.kernels.expert_tiles import Block, TileSizes
+
+    weights, others = expert_weights(2, sized(2048, 160), inner, "fp8"), sized(9, 1)
+    x, shares = normal(pairs + others, sized(2048, 160)), torch.ones(pairs + others, 1, device=DEVICE)
+    ids = torch.tensor([0] * pairs + [1] * others, dtype=torch.int32, device=DEVICE)[:, None]
+    sizes = TileSizes(16, Block(128, 128, 4, 2), Block(64, 128, 4, 3))
+    result = triton_experts.experts_tiled(x, ids, shares, weights, sizes)
+    assert distance(result, expert_truth(x, ids, shares, weights)) < BF16_ERROR
+    full = x.new_zeros(16, x.shape[1])
+    full[: min(pairs, 8)] = x[: min(pairs, 8)]
+    beside = triton_experts.experts_tiled(full, ids.new_zeros(16, 1), shares.new_ones(16, 1), weights, sizes)
+    assert same_bits(result[: min(pairs, 8)], beside[: min(pairs, 8)])
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_no_tile_goes_on_before_it_is_written(kind: str) -> None:
     """Its second product starts while other tiles' first ones run: it would meet the poison of new memory."""
