@@ -56,11 +56,11 @@ def attention_kernel(
     tail_token_stride,
     tail_head_stride,
     page_stride,
-    token_stride,
-    head_stride,
-    value_offset,
     table_stride,
     scale_stride,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
+    value_offset: tl.constexpr,
     head_dim: tl.constexpr,
     tail_dim: tl.constexpr,
     page_size: tl.constexpr,
@@ -207,29 +207,45 @@ def attention_kernel(
     for n in range(start, cached, block_n):
         place = n + tl.arange(0, block_n)
         visible = place < cached
-        entry = page * page_stride + (place % page_size) * token_stride + kv_head * head_stride
+        # A block that lies in one page is found by one address, and its tokens at distances that the compiler knows.
+        entry = page * page_stride + kv_head * head_stride
+        if page_size % block_n == 0:
+            entry = entry + n % page_size * token_stride
+            tokens = tl.arange(0, block_n) * token_stride
+        else:
+            tokens = entry + place % page_size * token_stride
+            entry = 0
         # Looked up a block early: the compiler asks for blocks ahead only if it need not load their addresses first.
         page = _page_of(table, n + block_n, cached, page_size, block_n)
         # Loads are masked, not their products: unused places of a page may hold NaN, and 0 * NaN is NaN.
-        readable = visible[:, None] & in_dims[None, :]
-        keys = tl.load(cache + entry[:, None] + dims[None, :], mask=readable, other=0.0)
+        readable = visible[:, None]
+        if head_dim != block_d:
+            readable = readable & in_dims[None, :]
+        keys = tl.load(cache + entry + (tokens[:, None] + dims[None, :]), mask=readable, other=0.0)
         scores = tl.dot(q_tile, tl.trans(keys).to(q_tile.dtype), input_precision="ieee")
         if tail_dim > 0:
             tail_keys = tl.load(
-                cache + entry[:, None] + head_dim + tails[None, :], mask=visible[:, None] & (tails < tail_dim)[None, :], other=0.0
+                cache + entry + (tokens[:, None] + head_dim + tails[None, :]),
+                mask=visible[:, None] & (tails < tail_dim)[None, :],
+                other=0.0,
             )
             scores += tl.dot(q_tail_tile, tl.trans(tail_keys).to(q_tile.dtype), input_precision="ieee")
-        scores = tl.where(visible[None, :] & (place[None, :] <= last_visible[:, None]), scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        seen = visible[None, :]
+        if not decode:
+            seen = seen & (place[None, :] <= last_visible[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        probabilities = tl.exp2(scores - shift[:, None])
+        probabilities = tl.exp2(scores * scale - shift[:, None])
         shrink = tl.exp2(top - shift)
         total *= shrink
         if alone:
             sums = sums * shrink[:, None] + probabilities
         else:
             total += tl.sum(probabilities, axis=1)
-        values = keys if latent else tl.load(cache + entry[:, None] + value_offset + dims[None, :], mask=readable, other=0.0)
+        values = keys
+        if not latent:
+            values = tl.load(cache + entry + value_offset + (tokens[:, None] + dims[None, :]), mask=readable, other=0.0)
         acc = acc * shrink[:, None]
         acc = tl.dot(probabilities.to(q_tile.dtype), values.to(q_tile.dtype), acc, input_precision="ieee")
         top = new_top
