@@ -210,6 +210,12 @@ def kimi_k2_int4(kernels: Kernels, tokens: int) -> None:
     moe(kernels, tokens, 8, experts("int4", 48, 7168, 2048), 7168)
 
 
+def between_batches(kernels: Kernels) -> None:
+    """Cuts that no batch of the default ones takes: FP8 tiles of sixteen pairs, the router's of 17 to 256 tokens."""
+    rows_of(kernels, 128, 2048, RouterConfig(8, "softmax", normalize=True), 128)
+    moe(kernels, 128, 8, experts("fp8", 128, 2048, 768), 2048)
+
+
 def around_vendor_kernels(kernels: Kernels) -> None:
     """What the hopper stacks launch between DeepGEMM's products, FlashInfer's attention and DeepEP's exchange."""
     counts = torch.zeros(16, dtype=torch.int32)
@@ -290,6 +296,7 @@ def main() -> int:
             for model in (qwen3, moonlight, deepseek_v3, kimi_k2_int4):
                 model(kernels, tokens)
         batches = batches[1:2]
+    between_batches(stacks[0])
     around_vendor_kernels(stacks[0])
     wide_heads()
     report = {}
