@@ -173,6 +173,8 @@ def _product_kernel(
     two: tl.constexpr = fp8 and block_rows == 16
     columns: tl.constexpr = 8 if two else block_rows
     expert, row = tile_pairs(slot_ids, rows, tile_expert, tile, pairs, top_k, direct, places, block_rows, columns)
+    if two:
+        row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
     if expert < 0:
         if waits:
             outlast(program, dependent)
@@ -191,7 +193,6 @@ def _product_kernel(
     up_scales = scale + expert * scale_expert_stride + (n_size + n_block * block_n) // 128 * scale_columns
     side, real = (weights, inside[:, None], scales, up_scales, n_size, k_size), (row >= 0)[None, :]
     if two:
-        row_2 = tl.load(rows + tile * block_rows + columns + tl.arange(0, columns)).to(tl.int64)
         # At eight pairs an expert, half of the tiles of sixteen have no more than eight: these spare the others' time and power.
         if tl.max(row_2, axis=0) >= 0:
             inputs_2, real_2 = x + (row_2 // row_divisor)[None, :] * x_stride + k[:, None], (row_2 >= 0)[None, :]
