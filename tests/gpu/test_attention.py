@@ -109,6 +109,20 @@ def test_attention_equals_the_reference(path: str, name: str, kind: str) -> None
     assert INTERPRETED or same_bits(result, run(engine, inputs, layer, metadata, shape))
 
 
+@pytest.mark.parametrize("kind", ["one row", "mixed"])
+@pytest.mark.parametrize("page_size", [16, 96, 128])
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_blocks_of_the_cache_and_pages_of_other_sizes(name: str, page_size: int, kind: str) -> None:
+    """Several pages in a block, blocks across pages' borders, several blocks in a page; a row of several parts, and prompts."""
+    shape, engine = TINY_SHAPES[name], attention("triton")
+    engine.num_processors = 264
+    metadata = step([1], [300], page_size) if kind == "one row" else step([1, 40, 1, 33], [150, 300, 3, 33], page_size)
+    inputs, layer = queries(shape, sum(metadata.query_lens_host)), cache(metadata, shape)
+    result, truth = run(engine, inputs, layer, metadata, shape), attention_truth(inputs, layer, metadata, shape)
+    assert distance(result, truth) < ERROR
+    assert distance(result[-1], truth[-1]) < 3 * ERROR
+
+
 @pytest.mark.parametrize("name", sized(["qwen3", "moonlight"], ["tiny-gqa", "tiny-mla"]))
 def test_a_nan_in_a_row_s_own_cache_is_seen_in_that_row_alone(name: str) -> None:
     shape, metadata = SHAPES[name], step([1] * 3, sized([40, 700, 1200], [40, 390, 130]), 64)

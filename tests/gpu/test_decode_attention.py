@@ -84,6 +84,21 @@ def test_one_launch_equals_the_reference(kind: str, name: str, normed: bool, int
         assert same_bits(rows.values, alone.values) and same_bits(rows.scales.t(), alone.scales.t())
 
 
+@pytest.mark.parametrize("kind", ["one part", "parts of each row"])
+@pytest.mark.parametrize("page_size", [16, 96, 128])
+def test_blocks_of_the_cache_and_pages_of_other_sizes(page_size: int, kind: str) -> None:
+    """Several pages in a block, blocks across pages' borders, several blocks in a page."""
+    (shape, rot), (lengths, processors) = SHAPES[sized("qwen3", "heads of 128")], STEPS[kind]
+    metadata, engine = step([1] * len(lengths), lengths, page_size), TritonAttention(DEVICE)
+    engine.num_processors = processors
+    given, layer = inputs(metadata, shape, rot, normed=True, interleaved=False), cache(metadata, shape)
+    true_layer = layer.clone()
+    truth = truth_of(given, true_layer, metadata, shape)
+    result = engine.gqa_decode(*given, layer, metadata, shape, engine.plan(metadata, shape))
+    assert all(distance(row, true_row) < ERROR for row, true_row in zip(result, truth, strict=True))
+    assert distance(layer.nan_to_num(), true_layer.nan_to_num()) < ERROR
+
+
 def test_a_token_whose_entry_is_shared_writes_elsewhere_and_sees_itself() -> None:
     """As the last token of a prompt that the prefix cache has: it is computed again, and its entry stays."""
     shape, rot = SHAPES[sized("qwen3", "heads of 128")]
