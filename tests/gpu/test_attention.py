@@ -123,6 +123,16 @@ def test_blocks_of_the_cache_and_pages_of_other_sizes(name: str, page_size: int,
     assert distance(result[-1], truth[-1]) < 3 * ERROR
 
 
+@pytest.mark.parametrize("kind", ["one row", "mixed"])
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_scores_of_several_hundred(name: str, kind: str) -> None:
+    """Powers of them overflow, or vanish to the last, unless the greatest is taken off in the units of the exponent."""
+    shape, metadata = TINY_SHAPES[name], STEPS[kind]()
+    inputs, layer = queries(shape, sum(metadata.query_lens_host)), cache(metadata, shape)
+    loud = tuple(query * 64 for query in inputs)
+    assert distance(run(attention("triton"), loud, layer, metadata, shape), attention_truth(loud, layer, metadata, shape)) < ERROR
+
+
 @pytest.mark.parametrize("name", sized(["qwen3", "moonlight"], ["tiny-gqa", "tiny-mla"]))
 def test_a_nan_in_a_row_s_own_cache_is_seen_in_that_row_alone(name: str) -> None:
     shape, metadata = SHAPES[name], step([1] * 3, sized([40, 700, 1200], [40, 390, 130]), 64)
