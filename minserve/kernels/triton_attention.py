@@ -208,7 +208,9 @@ class TritonAttention:
         )
         if splits > 1:
             merge_d = min(128, block_d)
-            grid = tokens * heads, triton.cdiv(head_dim, merge_d)
+            # Where a row has parts only if it is long, few have: programs that find nothing to do should be few, too.
+            at_once = heads if plan.wanted > 1 else min(heads, max(1, 4 * self.num_processors // tokens))
+            grid = tokens, at_once, triton.cdiv(head_dim, merge_d)
             merge_kernel[grid](block_splits=triton.next_power_of_2(splits), block_d=merge_d, num_warps=4, **common)
 
 

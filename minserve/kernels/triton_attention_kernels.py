@@ -302,30 +302,32 @@ def merge_kernel(
     least_part: tl.constexpr,
     long_part: tl.constexpr,
 ):
-    """Parts of one (token, head), weighted by their share of the softmax's sum, added in order."""
-    flat = tl.program_id(0).to(tl.int64)
-    seq_len = tl.load(seq_lens + flat // num_heads)
+    """Parts of some heads of one token, weighted by their share of the softmax's sum, added in order."""
+    token = tl.program_id(0).to(tl.int64)
+    seq_len = tl.load(seq_lens + token)
     lead(dependent)
     follow(dependent)
     each = _part_length(seq_len, wanted, num_splits, least_part, long_part, block_n)
     if each >= seq_len:
         return
-    dims = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    dims = tl.program_id(2) * block_d + tl.arange(0, block_d)
     parts = tl.arange(0, block_splits)
     filled = parts * each < seq_len  # the others have written nothing
-    lse = tl.load(partial_lse + flat * num_splits + parts, mask=filled, other=float("-inf"))
-    top = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    inside = filled[:, None] & (dims < head_dim)[None, :]
-    values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
-    whole = tl.sum(weights, axis=0)
-    result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
-    if quantize:
-        # A program's dims are one group.
-        wide = result.to(tl.bfloat16).to(tl.float32)
-        scale = tl.max(fp8_scale(wide[None, :], fp8_max), axis=0)
-        group = flat % num_heads * tl.num_programs(1) + tl.program_id(1)
-        tl.store(out_scales + group * scale_stride + flat // num_heads, scale)
-        tl.store(out + flat * head_dim + dims, (wide / scale).to(out.dtype.element_ty), mask=dims < head_dim)
-    else:
-        tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
+    for head in range(tl.program_id(1), num_heads, tl.num_programs(1)):
+        flat = token * num_heads + head
+        lse = tl.load(partial_lse + flat * num_splits + parts, mask=filled, other=float("-inf"))
+        top = tl.max(lse, axis=0)
+        weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+        inside = filled[:, None] & (dims < head_dim)[None, :]
+        values = tl.load(partial + (flat * num_splits + parts[:, None]) * head_dim + dims[None, :], mask=inside, other=0.0)
+        whole = tl.sum(weights, axis=0)
+        result = tl.sum(values * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+        if quantize:
+            # A program's dims are one group.
+            wide = result.to(tl.bfloat16).to(tl.float32)
+            scale = tl.max(fp8_scale(wide[None, :], fp8_max), axis=0)
+            group = head * tl.num_programs(2) + tl.program_id(2)
+            tl.store(out_scales + group * scale_stride + token, scale)
+            tl.store(out + flat * head_dim + dims, (wide / scale).to(out.dtype.element_ty), mask=dims < head_dim)
+        else:
+            tl.store(out + flat * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
