@@ -14,9 +14,9 @@ import deep_gemm
 import torch
 from torch import Tensor
 
-from minserve.kernels import triton_experts, triton_linear
+from minserve.kernels import triton_experts, triton_few_rows, triton_linear
 from minserve.kernels.expert_choices import ExpertChoices
-from minserve.kernels.interface import ExpertRows, ExpertWeights, Fp8Rows, LinearWeight
+from minserve.kernels.interface import ExpertRows, ExpertWeights, Fp8Rows, LinearWeight, PartialSums
 from minserve.kernels.triton_exchange import dequantize_rows, scatter_quantized
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
@@ -80,15 +80,28 @@ class DeepGemmProducts:
             return triton_linear.linear(x, weight, bias)
         return self.linear_fp8(fp8_rows(rows), weight, bias).view(*x.shape[:-1], n_size)
 
-    def takes_fp8(self, rows: int, dtype: torch.dtype, weight: LinearWeight) -> bool:
-        """Whether `linear` quantises so many rows of that type for the weight, so that it may as well be given FP8."""
+    def takes_fp8(self, rows: int, dtype: torch.dtype, weight: LinearWeight, by_parts: bool = False) -> bool:
+        """Whether `linear`, or `linear_parts`, quantises so many rows of that type for the weight, and may be given FP8."""
         n_size, k_size = weight.weight.shape
         if weight.scale is None or dtype != torch.bfloat16 or rows == 0 or n_size % 64 or k_size % FP8_BLOCK:
             return False
+        if by_parts and triton_few_rows.parts_of(rows, torch.float8_e4m3fn, weight):
+            return True
         return triton_linear.path_of(rows, dtype, weight) == "tiles"
+
+    def linear_parts(self, x: Tensor | Fp8Rows, weight: LinearWeight) -> Tensor | PartialSums:
+        """`linear` of x [T, K] without a bias, in parts where that is faster."""
+        if isinstance(x, Tensor):
+            if not self.takes_fp8(x.shape[0], x.dtype, weight, by_parts=True):
+                return triton_linear.linear_parts(x, weight)
+            x = fp8_rows(x)
+        parts = triton_few_rows.parts_of(x.values.shape[0], x.values.dtype, weight)
+        return triton_few_rows.linear_parts(x, weight, parts) if parts else self.linear_fp8(x, weight, None)
 
     def linear_fp8(self, x: Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         """x [T, K] times FP8 weight [N, K] transposed, plus bias [N]: bf16 [T, N]."""
+        if triton_few_rows.takes_whole(x.values.shape[0], x.values.dtype, weight):
+            return triton_few_rows.linear(x, weight, bias)
         out = torch.empty(x.values.shape[0], weight.weight.shape[0], dtype=torch.bfloat16, device=x.values.device)
         self.calls.dense_fp8((x.values, x.scales), (weight.weight, weight.scale), out)
         return out if bias is None else out + bias

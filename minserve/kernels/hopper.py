@@ -29,6 +29,7 @@ def hopper(
     return dataclasses.replace(
         torch_gpu.build(name, triton),
         linear=products.linear,
+        linear_parts=products.linear_parts,
         experts_flat=products.experts_flat,
         expert_rows=products.expert_rows,
         experts_masked=products.experts_masked,

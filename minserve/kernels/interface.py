@@ -147,6 +147,18 @@ class ExpertRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PartialSums:
+    """A linear layer's output, whose columns were multiplied in parts: whoever reads the sum sums, and rounds it."""
+
+    parts: Tensor
+    """fp32 [T, P, N]"""
+
+
+Unsummed = ExpertRows | PartialSums
+"""What `add_rms_norm` adds up itself, in order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RouterConfig:
     """How logits become expert ids and weights."""
 
@@ -178,13 +190,14 @@ class Fp8RowKernels:
     Those named as an entry of `Kernels` take its inputs, and give what it gives, to the bit, quantised: K is the layer's width.
     """
 
-    takes: Callable[[int, torch.dtype, LinearWeight], bool]
-    """(rows, their type, weight): whether `Kernels.linear` would quantise so many. Only then may the others be called."""
+    takes: Callable[[int, torch.dtype, LinearWeight, bool], bool]
+    """(rows, their type, weight, by parts): whether `Kernels.linear`, or by parts `linear_parts`, would quantise so many. Only
+    then may the others be called."""
     linear: Callable[[Fp8Rows, LinearWeight, Tensor | None], Tensor]
     """(x, weight, bias [N] or None) -> bf16 [T, N]"""
     rms_norm: Callable[[Tensor, Tensor, float], Fp8Rows]
     """x view [T, K]"""
-    add_rms_norm: Callable[[Tensor | ExpertRows, Tensor, Tensor, float], tuple[Fp8Rows, Tensor]]
+    add_rms_norm: Callable[[Tensor | Unsummed, Tensor, Tensor, float], tuple[Fp8Rows, Tensor]]
     silu_and_mul: Callable[[Tensor], Fp8Rows]
     """[T, 2K] -> [T, K], which alone is not rounded before it is quantised."""
     heads_linear: Callable[[Tensor, Tensor], Fp8Rows]
@@ -206,13 +219,16 @@ class Kernels:
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x view [..., H], weight [H], eps) -> [..., H]; statistics in fp32."""
-    add_rms_norm: Callable[[Tensor | ExpertRows, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor | Unsummed, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """(x, residual, weight, eps) -> (normed, x + residual); the inputs are left as they are. Experts' rows, and what is
-    added to them, are summed first."""
+    added to them, and a product's parts are summed first, in fp32, and rounded."""
     silu_and_mul: Callable[[Tensor], Tensor]
     """[..., 2I] (gate | up) -> [..., I]"""
     linear: Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
     """(x [..., K], weight, bias [N] or None) -> [..., N]"""
+    linear_parts: Callable[[Tensor | Fp8Rows, LinearWeight], Tensor | PartialSums] | None
+    """`linear` of x [T, K] without a bias, whose sum may be left to `add_rms_norm`, as is done where that is faster; FP8
+    rows where `fp8_rows` takes them. None: it never is."""
     route: Callable[[Tensor, Tensor, Tensor | None, RouterConfig, Tensor | None], tuple[Tensor, Tensor]]
     """(x [T, H], weight fp32 or bf16 [E, H], correction_bias fp32 [E] or None, config, num_tokens int32 [1] or None) -> (topk_ids
     int32 [T, k], topk_weights fp32 [T, k]); k: top_k, then the always-on slots E, E + 1, ... From num_tokens on: -1 and 0."""

@@ -17,15 +17,16 @@ from minserve.kernels.four_bits import widen_int4
 from minserve.kernels.interface import (
     AttentionMetadata,
     AttentionShape,
-    ExpertRows,
     ExpertWeights,
     Fp8RowKernels,
     Fp8Rows,
     HeadNorms,
     Kernels,
     LinearWeight,
+    PartialSums,
     RotaryTable,
     RouterConfig,
+    Unsummed,
 )
 
 FP8_BLOCK = 128
@@ -38,17 +39,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
-def sum_rows(x: ExpertRows) -> Tensor:
-    """[T, H]: each token's rows, weighted and summed in fp32; what is added to them is added to the rounded sum."""
+def sum_rows(x: Unsummed) -> Tensor:
+    """[T, H]: each token's rows, weighted and summed in fp32; what is added to them is added to the rounded sum. Of a product's
+    parts, in fp32."""
+    if isinstance(x, PartialSums):
+        return x.parts.sum(dim=1)
     weights = x.weights.masked_fill(x.slots < 0, 0.0).unsqueeze(-1)
     rows = x.rows.unflatten(0, x.weights.shape).masked_fill(x.slots.unsqueeze(-1) < 0, 0.0)
     total: Tensor = (rows.float() * weights).sum(dim=1).to(x.rows.dtype)
     return total if x.added is None else total + x.added
 
 
-def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the sum, the sum), both new; the sum is rounded to x's type before it is normed."""
-    total = (sum_rows(x) if isinstance(x, ExpertRows) else x) + residual
+    total = (x if isinstance(x, Tensor) else sum_rows(x).to(residual.dtype)) + residual
     return rms_norm(total, weight, eps), total
 
 
@@ -113,14 +117,15 @@ def quantize(x: Tensor) -> Fp8Rows:
 def fp8_rows(dtype: torch.dtype) -> Fp8RowKernels:
     """The entries for a stack whose `linear` quantises all rows of that type for FP8 weights, if K is a multiple of 128."""
 
-    def takes(rows: int, row_type: torch.dtype, weight: LinearWeight) -> bool:
+    def takes(rows: int, row_type: torch.dtype, weight: LinearWeight, by_parts: bool) -> bool:
+        del by_parts
         return rows > 0 and row_type == dtype and weight.scale is not None and weight.weight.shape[1] % FP8_BLOCK == 0
 
     def linear_fp8(x: Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         wide = x.values.float() * x.scales.repeat_interleave(FP8_BLOCK, dim=1)
         return linear(wide, weight, None if bias is None else bias.float()).to(dtype)
 
-    def add_rms_norm_fp8(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    def add_rms_norm_fp8(x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
         normed, total = add_rms_norm(x, residual, weight, eps)
         return quantize(normed), total
 
@@ -398,6 +403,7 @@ def cpu() -> Kernels:
         add_rms_norm=add_rms_norm,
         silu_and_mul=silu_and_mul,
         linear=linear,
+        linear_parts=None,
         route=route,
         experts_flat=experts_flat,
         expert_rows=None,

@@ -34,6 +34,7 @@ def deterministic(device: torch.device) -> Kernels:
     return dataclasses.replace(
         table,
         linear=triton_linear.fixed_linear,
+        linear_parts=None,
         route=functools.partial(triton_router.route, fixed=True),
         experts_flat=functools.partial(triton_experts.experts_tiled, sizes=FIXED_SIZES),
         gqa_inputs=functools.partial(triton_cache.gqa_inputs, fixed=True),
@@ -51,6 +52,7 @@ def build(name: str, attention: triton_attention.TritonAttention) -> Kernels:
         add_rms_norm=triton_rows.add_rms_norm,
         silu_and_mul=triton_rows.silu_and_mul,
         linear=triton_linear.linear,
+        linear_parts=triton_linear.linear_parts,
         route=triton_router.route,
         experts_flat=triton_experts.experts_tiled,
         expert_rows=None,

@@ -257,24 +257,22 @@ def attention_kernel(
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     flat = token * num_heads + head
-    done = real
+    whole = True
     if split:
         # A row of one part is done here.
-        done = real & (each >= seq_len) & (part == 0)
-    result = acc.to(q_tile.dtype)
-    target = out + flat[:, None] * head_dim + dims[None, :]
-    if quantize:
-        values, scales = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)
-        target = out + flat[:, None] * head_dim + fp8_columns(block_d)[None, :]
-        tl.store(target, values.to(out.dtype.element_ty), mask=done[:, None] & in_dims[None, :])
-        in_head = tl.arange(0, block_d // fp8_block)
-        group = head[:, None] * (head_dim // fp8_block) + in_head[None, :]
-        spot = out_scales + group * scale_stride + token[:, None]
-        tl.store(spot, scales, mask=done[:, None] & (in_head < head_dim // fp8_block)[None, :])
+        whole = each >= seq_len
+    if whole:
+        result = acc.to(q_tile.dtype)
+        if quantize:
+            quantized, scales = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)
+            target = out + flat[:, None] * head_dim + fp8_columns(block_d)[None, :]
+            tl.store(target, quantized.to(out.dtype.element_ty), mask=real[:, None] & in_dims[None, :])
+            in_head = tl.arange(0, block_d // fp8_block)
+            spot = out_scales + (head[:, None] * (head_dim // fp8_block) + in_head[None, :]) * scale_stride + token[:, None]
+            tl.store(spot, scales, mask=real[:, None] & (in_head < head_dim // fp8_block)[None, :])
+        else:
+            tl.store(out + flat[:, None] * head_dim + dims[None, :], result, mask=real[:, None] & in_dims[None, :])
     else:
-        tl.store(target, result, mask=done[:, None] & in_dims[None, :])
-    if split:
-        real = real & (each < seq_len)
         lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         flat = flat * num_splits + part
         tl.store(partial_lse + flat, lse, mask=real)

@@ -1,4 +1,4 @@
-"""Linear layers of the torch-gpu stack: a few rows by Triton kernels, more by torch, or a Triton kernel for FP8 weights.
+"""Linear layers of the torch-gpu stack: few rows by Triton kernels, more by torch, or a Triton kernel for FP8 weights.
 
 FP8 weights meet unquantised activations, as in triton_experts.py.
 """
@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from minserve.kernels.interface import LinearWeight
+from minserve.kernels import triton_few_rows
+from minserve.kernels.interface import Fp8Rows, LinearWeight, PartialSums
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK
 from minserve.kernels.triton_values import as_half
@@ -208,15 +209,20 @@ def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor
     _launch(_skinny_kernel, 1, rows, weight, bias, out, block_n, **sizes)
 
 
-def path_of(count: int, row_type: torch.dtype, weight: LinearWeight) -> Literal["vector", "skinny", "tiles"]:
+def path_of(count: int, row_type: torch.dtype, weight: LinearWeight) -> Literal["vector", "skinny", "few", "tiles"]:
     """The fastest kernel by the sizes alone, as measured on an H200; "tiles" for many rows, which are torch's if unscaled."""
     n_size, k_size = weight.weight.shape
     if row_type.itemsize != 2:
         return "tiles"
     if weight.scale is None:
-        if count <= VECTOR_ROWS:
+        small = k_size <= 2048 and n_size <= 4096
+        if count == 1 or (count <= VECTOR_ROWS and small):
             return "vector"
-        return "skinny" if count <= SKINNY_ROWS and k_size <= 2048 and n_size <= 4096 else "tiles"
+        if count <= SKINNY_ROWS and small:
+            return "skinny"
+        if triton_few_rows.takes_whole(count, row_type, weight):
+            return "few"
+        return "vector" if count <= VECTOR_ROWS else "tiles"
     if count == 1:
         return "vector"
     # Beyond 4,096 columns its tile would not fit.
@@ -230,6 +236,8 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     m_size, path = rows.shape[0], path_of(rows.shape[0], x.dtype, weight)
     if m_size == 0 or (path == "tiles" and weight.scale is None):
         return F.linear(x, weight.weight, bias) if weight.scale is None else x.new_empty(*x.shape[:-1], n_size)
+    if path == "few":
+        return triton_few_rows.linear(rows, weight, bias).view(*x.shape[:-1], n_size)
     out = torch.empty(*x.shape[:-1], n_size, dtype=x.dtype, device=x.device)
     if path != "tiles":
         (_vector if path == "vector" else _skinny)(rows, weight, bias, out)
@@ -238,6 +246,13 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     block_n = (16 if n_size <= 4096 else 32) if block_m <= 32 else 64
     _tiles(rows, weight, bias, out, block_m, block_n)
     return out
+
+
+def linear_parts(x: Tensor | Fp8Rows, weight: LinearWeight) -> Tensor | PartialSums:
+    """`linear` of plain rows [T, K] without a bias, in parts where that is faster."""
+    assert isinstance(x, Tensor)
+    parts = triton_few_rows.parts_of(x.shape[0], x.dtype, weight)
+    return triton_few_rows.linear_parts(x, weight, parts) if parts else linear(x, weight, None)
 
 
 def fixed_linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:

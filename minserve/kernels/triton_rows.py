@@ -1,4 +1,4 @@
-"""Triton kernels that treat each row alone: norms, also of what experts leave unsummed, SiLU-and-multiply.
+"""Triton kernels that treat each row alone: norms, also of what experts and products leave unsummed, SiLU-and-multiply.
 
 They know no layer and no step. Statistics are in fp32, results are rounded once, and no caller's tensor is written.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.interface import ExpertRows, Fp8Rows
+from minserve.kernels.interface import ExpertRows, Fp8Rows, PartialSums, Unsummed
 from minserve.kernels.launch import dependent_launch, follow, lead
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
 from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, silu_and_gate
@@ -81,7 +81,8 @@ def _sum_norm_kernel(
     width,
     scale_stride,
     eps,
-    top_k: tl.constexpr,
+    num_parts: tl.constexpr,
+    weighted: tl.constexpr,
     add: tl.constexpr,
     quantize: tl.constexpr,
     fp8_max: tl.constexpr,
@@ -89,7 +90,7 @@ def _sum_norm_kernel(
     dependent: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A token's rows of x, weighted and added up in order, plus its row of `added` and its residual, normed.
+    """A token's rows of x, added up in order, weighted or as they are, plus its row of `added` and its residual, normed.
 
     Each sum is rounded, as if each had a kernel of its own.
     """
@@ -104,18 +105,21 @@ def _sum_norm_kernel(
     if add:
         beside = tl.load(added + flat, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([block], tl.float32)
-    for place in tl.static_range(top_k):
-        pair = token * top_k + place
-        chosen = tl.load(slots + pair) >= 0
-        weight = tl.load(weights + pair, mask=chosen, other=0.0)
-        acc += weight * tl.load(x + pair * width + columns, mask=inside & chosen, other=0.0).to(tl.float32)
-    summed = acc.to(x.dtype.element_ty).to(tl.float32)
+    for place in tl.static_range(num_parts):
+        pair = token * num_parts + place
+        if weighted:
+            chosen = tl.load(slots + pair) >= 0
+            weight = tl.load(weights + pair, mask=chosen, other=0.0)
+            acc += weight * tl.load(x + pair * width + columns, mask=inside & chosen, other=0.0).to(tl.float32)
+        else:
+            acc += tl.load(x + pair * width + columns, mask=inside, other=0.0)
+    summed = acc.to(total.dtype.element_ty).to(tl.float32)
     if add:
-        summed = (summed + beside).to(x.dtype.element_ty).to(tl.float32)
+        summed = (summed + beside).to(total.dtype.element_ty).to(tl.float32)
     rounded = (summed + before).to(total.dtype.element_ty)
     tl.store(total + flat, rounded, mask=inside)
     wide = rounded.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gains).to(x.dtype.element_ty)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gains).to(total.dtype.element_ty)
     if quantize:
         groups = tl.reshape(normed.to(tl.float32), [block // fp8_block, fp8_block])
         scale = fp8_scale(groups, fp8_max)
@@ -199,17 +203,21 @@ def _launch_norm(
 
 
 def _launch_sum_norm(
-    x: ExpertRows, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None, total: Tensor
+    x: Unsummed, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None, total: Tensor
 ) -> None:
     """`scales` is written where there are any."""
-    (tokens, top_k), width = x.weights.shape, x.rows.shape[1]
+    tokens, width = residual.shape
     if tokens == 0:
         return
+    if isinstance(x, PartialSums):
+        rows, slots, weights, added, num_parts = x.parts, x.parts, x.parts, None, x.parts.shape[1]
+    else:
+        rows, slots, weights, added, num_parts = x.rows, x.slots, x.weights, x.added, x.weights.shape[1]
     _sum_norm_kernel[(tokens,)](
-        x.rows,
-        x.slots.contiguous(),
-        x.weights.contiguous(),
-        residual if x.added is None else x.added.contiguous(),
+        rows,
+        slots.contiguous(),
+        weights.contiguous(),
+        residual if added is None else added.contiguous(),
         residual.contiguous(),
         weight,
         out,
@@ -218,8 +226,9 @@ def _launch_sum_norm(
         width,
         0 if scales is None else scales.stride(1),
         eps,
-        top_k=top_k,
-        add=x.added is not None,
+        num_parts=num_parts,
+        weighted=isinstance(x, ExpertRows),
+        add=added is not None,
         quantize=scales is not None,
         fp8_max=FP8_MAX,
         fp8_block=FP8_BLOCK,
@@ -234,10 +243,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of x + residual, x + residual), both new, in one pass; the sum is rounded before it is normed, that of experts' rows
-    before anything is added to it."""
-    if not isinstance(x, ExpertRows):
+    or a product's parts before anything is added to it."""
+    if isinstance(x, Tensor):
         return _norm(x, residual, weight, eps)
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     _launch_sum_norm(x, residual, weight, eps, out, None, total)
@@ -249,9 +258,9 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
     return _norm_fp8(x, None, weight, eps)[0]
 
 
-def add_rms_norm_fp8(x: Tensor | ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+def add_rms_norm_fp8(x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
     """`add_rms_norm` of x and residual [T, K], K a multiple of 128, the norm quantised."""
-    if not isinstance(x, ExpertRows):
+    if isinstance(x, Tensor):
         return _norm_fp8(x, residual, weight, eps)
     out, total = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device), torch.empty_like(residual)
     _launch_sum_norm(x, residual, weight, eps, out.values, out.scales, total)

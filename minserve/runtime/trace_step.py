@@ -29,6 +29,7 @@ from minserve.kernels.interface import (
     Fp8Rows,
     Kernels,
     LinearWeight,
+    PartialSums,
     RotaryTable,
 )
 from minserve.models.decoder import Decoder
@@ -46,6 +47,7 @@ _ENTRIES = (
         "add_rms_norm",
         "silu_and_mul",
         "linear",
+        "linear_parts",
         "heads_linear",
         "route",
         "experts_flat",
@@ -235,7 +237,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, (LinearWeight, Fp8Rows, ExpertRows, ExpertWeights)):
+    elif isinstance(value, (LinearWeight, Fp8Rows, ExpertRows, PartialSums, ExpertWeights)):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
     else:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms
+from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms, PartialSums
 from minserve.models.build_context import BuildContext
 from minserve.models.forward_context import ForwardContext
-from minserve.models.layers.linear import Linear, Part
+from minserve.models.layers.linear import Linear, OutputLinear, Part
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
 from minserve.models.model_config import GqaConfig
 
 
 class GroupedQueryAttention(nn.Module):
-    """[T, H] -> [T, H]; writes the step's keys and values to the layer's cache first."""
+    """[T, H] -> [T, H], or parts that sum to it; writes the step's keys and values to the layer's cache first."""
 
     def __init__(
         self, prefix: str, layer: int, config: GqaConfig, hidden_size: int, norm_eps: float, rotary: Rotary, build: BuildContext
@@ -30,14 +30,14 @@ class GroupedQueryAttention(nn.Module):
         self.qkv = Linear(parts, hidden_size, build, bias=config.qkv_bias)
         self.q_norm = RMSNorm(f"{prefix}.q_norm", config.head_dim, norm_eps, build) if config.qk_norm else None
         self.k_norm = RMSNorm(f"{prefix}.k_norm", config.head_dim, norm_eps, build) if config.qk_norm else None
-        self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], q_rows, build, bias=config.output_bias)
+        self.output = OutputLinear([Part(f"{prefix}.o_proj", hidden_size)], q_rows, build, bias=config.output_bias)
 
     @property
     def reader(self) -> Linear:
         """What alone reads the hidden rows."""
         return self.qkv
 
-    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor | PartialSums:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -49,5 +49,4 @@ class GroupedQueryAttention(nn.Module):
         else:
             q = self.kernels.gqa_inputs(qkv, norms, table, positions, cache, step.slot_mapping, self.shape)
             result = kernels.gqa_attention(q, cache, step, self.shape, plan)
-        output: Tensor = self.output(result if isinstance(result, Fp8Rows) else result.flatten(1))
-        return output
+        return self.output.unsummed(result if isinstance(result, Fp8Rows) else result.flatten(1))

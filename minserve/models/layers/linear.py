@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minserve.kernels.interface import Fp8RowKernels, Fp8Rows, LinearWeight
+from minserve.kernels.interface import Fp8RowKernels, Fp8Rows, LinearWeight, PartialSums
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination, weight_destinations
 from minserve.models.formats import BLOCK, blocks
@@ -52,6 +52,11 @@ class Linear(nn.Module):
         self.scale = parameter((blocks(rows), blocks(in_features)), torch.float32, build.device) if keep else None
         self.bias = parameter((rows,), build.dtype, build.device) if bias else None
 
+    @property
+    def by_parts(self) -> bool:
+        """Whether it has a sum that it may leave to a norm."""
+        return False
+
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         weight = LinearWeight(self.weight, self.scale)
         if isinstance(x, Fp8Rows):
@@ -65,7 +70,7 @@ class Linear(nn.Module):
         The rows are as many as x has, and of its type.
         """
         fp8 = self.kernels.fp8_rows
-        if fp8 is None or not fp8.takes(x.shape[0], x.dtype, LinearWeight(self.weight, self.scale)):
+        if fp8 is None or not fp8.takes(x.shape[0], x.dtype, LinearWeight(self.weight, self.scale), self.by_parts):
             return None
         return fp8
 
@@ -82,6 +87,20 @@ class Linear(nn.Module):
             if self.bias is not None:
                 yield Destination(f"{part.name}.bias", self.bias[start:end])
             start = end
+
+
+class OutputLinear(Linear):
+    """One matrix whose product a norm alone reads, after adding it to the residual stream: it may be left to it in parts."""
+
+    @property
+    def by_parts(self) -> bool:
+        return self.kernels.linear_parts is not None and self.bias is None
+
+    def unsummed(self, x: Tensor | Fp8Rows) -> Tensor | PartialSums:
+        if self.kernels.linear_parts is None or self.bias is not None:
+            output: Tensor = self(x)
+            return output
+        return self.kernels.linear_parts(x, LinearWeight(self.weight, self.scale))
 
 
 class GatedMLP(nn.Module):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import AttentionShape, Fp8Rows
+from minserve.kernels.interface import AttentionShape, Fp8Rows, PartialSums
 from minserve.models.build_context import BuildContext
 from minserve.models.forward_context import ForwardContext
-from minserve.models.layers.linear import Linear, Part
+from minserve.models.layers.linear import Linear, OutputLinear, Part
 from minserve.models.layers.norm import RMSNorm
 from minserve.models.layers.rotary import Rotary
 from minserve.models.model_config import MlaConfig
@@ -21,7 +21,10 @@ LATENT_NORM_EPS = 1e-6
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """[T, H] -> [T, H]. A cache entry is the normed latent [kv_lora_rank], then the turned key part [qk_rope_head_dim]."""
+    """[T, H] -> [T, H], or parts that sum to it.
+
+    A cache entry is the normed latent [kv_lora_rank], then the turned key part [qk_rope_head_dim].
+    """
 
     w_uk: Tensor
     """[heads, qk_nope_head_dim, kv_lora_rank], a view of kv_b"""
@@ -49,7 +52,7 @@ class MultiHeadLatentAttention(nn.Module):
         kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         # Its slices are batched by head, which block scales do not allow: plain in memory whatever the checkpoint has.
         self.kv_b = Linear([Part(f"{prefix}.kv_b_proj", kv_rows)], config.kv_lora_rank, build, widen=True)
-        self.output = Linear([Part(f"{prefix}.o_proj", hidden_size)], config.num_heads * config.v_head_dim, build)
+        self.output = OutputLinear([Part(f"{prefix}.o_proj", hidden_size)], config.num_heads * config.v_head_dim, build)
 
     def finish_load(self) -> None:
         """Cuts the absorbed matrices out of kv_b; no copy, so that they follow its storage."""
@@ -62,7 +65,7 @@ class MultiHeadLatentAttention(nn.Module):
         """What alone reads the hidden rows."""
         return self.down
 
-    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor | Fp8Rows, positions: Tensor, ctx: ForwardContext) -> Tensor | PartialSums:
         config = self.config
         q, kv = self.down.split(self.down(hidden))
         if self.q_a_norm is not None and self.q_b is not None:
@@ -82,7 +85,5 @@ class MultiHeadLatentAttention(nn.Module):
         mean_latent = self.kernels.mla_attention(q_latent, q_rope, cache, ctx.attention, self.shape, ctx.attention_plan)
         fp8 = self.output.fp8_for(mean_latent)
         if fp8 is not None:
-            output: Tensor = self.output(fp8.heads_linear(mean_latent, self.w_uv))
-        else:
-            output = self.output(self.kernels.heads_linear(mean_latent, self.w_uv).flatten(1))
-        return output
+            return self.output.unsummed(fp8.heads_linear(mean_latent, self.w_uv))
+        return self.output.unsummed(self.kernels.heads_linear(mean_latent, self.w_uv).flatten(1))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from minserve.kernels.interface import ExpertRows, Fp8Rows
+from minserve.kernels.interface import Fp8Rows, Unsummed
 from minserve.models.build_context import BuildContext
 from minserve.models.destinations import Destination
 from minserve.models.layers.linear import Linear, parameter
@@ -25,11 +25,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | ExpertRows, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | Unsummed, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), both new."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def read_by(self, reader: Linear, x: Tensor | ExpertRows, residual: Tensor | None = None) -> tuple[Tensor | Fp8Rows, Tensor]:
+    def read_by(self, reader: Linear, x: Tensor | Unsummed, residual: Tensor | None = None) -> tuple[Tensor | Fp8Rows, Tensor]:
         """(norm of x + residual as `reader`, which alone reads it, takes it; x + residual). Without a residual the sum is x."""
         if residual is None:
             assert isinstance(x, Tensor)
