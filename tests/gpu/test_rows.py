@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from gpu.kernel_samples import DEVICE, choices, distance, normal, same_bits, sized
+from gpu.kernel_samples import BF16, DEVICE, choices, distance, normal, same_bits, sized
 
 from minserve.kernels import reference
-from minserve.kernels.interface import ExpertRows, Kernels, RouterConfig
+from minserve.kernels.interface import ExpertRows, Kernels, PartialSums, RouterConfig
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
 WIDTHS = sized([48, 128, 2048, 7168], [48, 128, 600])
@@ -86,6 +86,46 @@ def test_a_norm_adds_the_shared_expert_to_the_experts_sum(kernels: Kernels, toke
         alone = triton_grouping.fp8_rows(normed)
         assert same_bits(again, total)
         assert same_bits(rows.values, alone.values) and same_bits(rows.scales.t(), alone.scales.t())
+
+
+@pytest.mark.parametrize("width", sized([2048, 7168], [48, 384]))
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("rows", sized([1, 2, 32], [1, 5]))
+def test_a_norm_sums_a_product_s_parts(kernels: Kernels, rows: int, parts: int, width: int) -> None:
+    """To the bit what adding them up in order, rounding and a norm do one after the other."""
+    from minserve.kernels import triton_grouping, triton_rows
+
+    # The first two take each other out: what they swallow of the others depends on the order of the sum.
+    left = normal(rows, parts, width, dtype=torch.float32)
+    left[:, 0] += 8e4
+    left[:, 1] -= 8e4
+    x, residual, gain = PartialSums(left), normal(rows, width), normal(width)
+    before = left.clone(), residual.clone(), gain.clone()
+    summed = torch.zeros(rows, width, device=DEVICE)
+    for part in left.unbind(1):
+        summed += part
+    wanted, wanted_total = kernels.add_rms_norm(summed.to(BF16), residual, gain, 1e-6)
+    normed, total = kernels.add_rms_norm(x, residual, gain, 1e-6)
+    assert normed.dtype == BF16
+    assert same_bits(total, wanted_total)
+    assert distance(normed, wanted) < 1e-3
+    assert all(same_bits(one, other) for one, other in zip((left, residual, gain), before, strict=True))
+    assert same_bits(kernels.add_rms_norm(x, residual, gain, 1e-6)[0], normed)
+    true_normed, true_total = reference.add_rms_norm(x, residual, gain, 1e-6)
+    assert true_normed.dtype == true_total.dtype == BF16
+    assert distance(normed, true_normed) < 8e-3 and distance(total, true_total) < 8e-3
+    if width % 128 == 0:
+        rows_in_fp8, again = triton_rows.add_rms_norm_fp8(x, residual, gain, 1e-6)
+        alone = triton_grouping.fp8_rows(normed)
+        assert same_bits(again, total)
+        assert rows_in_fp8.scales.stride() == alone.scales.stride()
+        assert same_bits(rows_in_fp8.values, alone.values) and same_bits(rows_in_fp8.scales.t(), alone.scales.t())
+
+
+def test_a_norm_of_no_parts_rows(kernels: Kernels) -> None:
+    nothing = PartialSums(torch.empty(0, 4, 256, device=DEVICE))
+    normed, total = kernels.add_rms_norm(nothing, normal(0, 256), normal(256), 1e-6)
+    assert normed.shape == total.shape == (0, 256)
 
 
 def test_norms_read_views(kernels: Kernels) -> None:
