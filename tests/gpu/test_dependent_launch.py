@@ -19,6 +19,7 @@ from minserve.kernels.interface import (
     HeadNorms,
     Kernels,
     LinearWeight,
+    PartialSums,
     RotaryTable,
     RouterConfig,
     kv_page_shape,
@@ -96,6 +97,61 @@ def linear(kernels: Kernels, rows: int) -> Case:
 def fp8_linear(kernels: Kernels, rows: int) -> Case:
     x, weight = normal(rows, 2048), LinearWeight(*fp8(5120, 2048))
     return Case([x], lambda: kernels.linear(x, weight, None))
+
+
+def few_rows(rows: int, n: int, k: int, parts: int) -> Case:
+    from minserve.kernels import triton_few_rows
+
+    x, weight = normal(min(rows, 32), k), LinearWeight(normal(n, k))
+    if parts == 1:
+        return Case([x], lambda: triton_few_rows.linear(x, weight, None))
+    return Case([x], lambda: triton_few_rows.linear_parts(x, weight, parts).parts)
+
+
+def few_fp8_rows(rows: int, n: int, k: int, parts: int) -> Case:
+    """Both the values and the scales come late; the rows are a multiple of four, so that the scales have no gaps."""
+    from minserve.kernels import triton_few_rows
+    from minserve.kernels.triton_grouping import fp8_rows
+
+    x, weight = fp8_rows(normal(4 * min(rows, 8), k)), LinearWeight(*fp8(n, k))
+    produced = [x.values.view(torch.uint8), x.scales.t()]
+    assert all(tensor.is_contiguous() for tensor in produced)
+    if parts == 1:
+        return Case(produced, lambda: triton_few_rows.linear(x, weight, None))
+    return Case(produced, lambda: triton_few_rows.linear_parts(x, weight, parts).parts)
+
+
+def whole_product(kernels: Kernels, rows: int) -> Case:
+    del kernels
+    return few_rows(rows, 5120, 2048, 1)
+
+
+def whole_fp8_product(kernels: Kernels, rows: int) -> Case:
+    del kernels
+    return few_fp8_rows(rows, 5120, 2048, 1)
+
+
+def product_in_parts(kernels: Kernels, rows: int) -> Case:
+    del kernels
+    return few_rows(rows, 2048, 4096, 8)
+
+
+def fp8_product_in_parts(kernels: Kernels, rows: int) -> Case:
+    del kernels
+    return few_fp8_rows(rows, 2048, 4096, 4)
+
+
+def norm_of_parts(kernels: Kernels, rows: int) -> Case:
+    x, residual, weight = normal(rows, 8, 2048, dtype=torch.float32), normal(rows, 2048), normal(2048)
+    return Case([x], lambda: kernels.add_rms_norm(PartialSums(x), residual, weight, 1e-6))
+
+
+def norm_of_parts_into_fp8(kernels: Kernels, rows: int) -> Case:
+    from minserve.kernels.triton_rows import add_rms_norm_fp8
+
+    del kernels
+    x, residual, weight = normal(rows, 4, 2048, dtype=torch.float32), normal(rows, 2048), normal(2048)
+    return Case([x], lambda: parts_of(*add_rms_norm_fp8(PartialSums(x), residual, weight, 1e-6)))
 
 
 def router(kernels: Kernels, rows: int) -> Case:
@@ -207,6 +263,12 @@ CASES = [
     activation,
     linear,
     fp8_linear,
+    whole_product,
+    whole_fp8_product,
+    product_in_parts,
+    fp8_product_in_parts,
+    norm_of_parts,
+    norm_of_parts_into_fp8,
     router,
     gqa_inputs,
     mla_inputs,

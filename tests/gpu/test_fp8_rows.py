@@ -10,7 +10,7 @@ from gpu.kernel_samples import DEVICE, INTERPRETED, cache, distance, fp8, normal
 from torch import Tensor
 
 from minserve.kernels import reference, triton_cache, triton_grouping, triton_rows
-from minserve.kernels.interface import AttentionShape, Fp8Rows, Kernels, LinearWeight
+from minserve.kernels.interface import AttentionShape, Fp8Rows, Kernels, LinearWeight, PartialSums
 from minserve.kernels.triton_attention import TritonAttention
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("poisoned")]
@@ -98,20 +98,31 @@ def test_the_reference_quantises_alike() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="DeepGEMM needs a GPU")
-@pytest.mark.parametrize("rows", [2, 12, 32, 128, 300])
+@pytest.mark.parametrize("rows", [2, 8, 12, 32, 33, 128, 300])
 @pytest.mark.parametrize(("n", "k"), [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 16384)])
 def test_a_layer_takes_them_where_it_would_quantise(kernels: Kernels, rows: int, n: int, k: int) -> None:
     weight, x, bias = LinearWeight(*fp8(n, k)), normal(rows, k), normal(n)
     if kernels.fp8_rows is None:
         assert kernels.name == "torch-gpu"
         return
-    assert not kernels.fp8_rows.takes(rows, torch.float32, weight)
-    assert not kernels.fp8_rows.takes(rows, x.dtype, LinearWeight(x))
-    assert kernels.fp8_rows.takes(rows, x.dtype, weight) == (rows > 8 or k > 4096)
-    if kernels.fp8_rows.takes(rows, x.dtype, weight):
+    takes = kernels.fp8_rows.takes
+    for by_parts in (False, True):
+        assert not takes(rows, torch.float32, weight, by_parts)
+        assert not takes(rows, x.dtype, LinearWeight(x), by_parts)
+        assert not takes(0, x.dtype, weight, by_parts)
+    assert takes(rows, x.dtype, weight, False) == (rows > 8 or k > 4096)
+    # A product in parts reads FP8 rows where that product of few plain ones would not.
+    assert takes(rows, x.dtype, weight, True) == (rows > 8 or k > 4096 or (n, k) == (2048, 4096))
+    if takes(rows, x.dtype, weight, False):
         for extra in (None, bias):
             handed = kernels.fp8_rows.linear(triton_grouping.fp8_rows(x), weight, extra)
             assert same_bits(handed, kernels.linear(x, weight, extra))
+    assert kernels.linear_parts is not None
+    if takes(rows, x.dtype, weight, True):
+        left, wanted = kernels.linear_parts(triton_grouping.fp8_rows(x), weight), kernels.linear_parts(x, weight)
+        assert isinstance(left, PartialSums) == isinstance(wanted, PartialSums) == ((n, k) == (2048, 4096) and rows <= 32)
+        sums = [side.parts if isinstance(side, PartialSums) else side for side in (left, wanted)]
+        assert same_bits(*sums)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="FlashInfer needs a GPU")
