@@ -28,6 +28,7 @@ from minserve.kernels import (
     triton_attention,
     triton_cache,
     triton_exchange,
+    triton_few_rows,
     triton_grouping,
     triton_masked,
     triton_rows,
@@ -41,6 +42,7 @@ from minserve.kernels.interface import (
     HeadNorms,
     Kernels,
     LinearWeight,
+    PartialSums,
     RotaryTable,
     RouterConfig,
     kv_page_shape,
@@ -264,6 +266,24 @@ def into_fp8_rows() -> None:
         triton_cache.heads_linear_fp8(empty(tokens, 128, 512), empty(128, 128, 512).transpose(1, 2))
 
 
+def few_rows() -> None:
+    """Products of one row and of either block of rows, whole and in parts, and the norms that sum these."""
+    for rows in (1, 9, 32):
+        for kind in (BF16, FP8):
+            for n_size, k_size in ((5120, 2048), (3648, 2048), (2048, 4096), (2048, 2048)):
+                scale = empty(-(-n_size // 128), k_size // 128, dtype=torch.float32) if kind == FP8 else None
+                weight = LinearWeight(empty(n_size, k_size, dtype=kind), scale)
+                x = empty(rows, k_size) if kind == BF16 else triton_grouping.empty_fp8_rows(rows, k_size, DEVICE)
+                if triton_few_rows.takes_whole(rows, kind, weight):
+                    for bias in (None, empty(n_size)) if rows == 9 else (None,):
+                        triton_few_rows.linear(x, weight, bias)
+                if parts := triton_few_rows.parts_of(rows, kind, weight):
+                    triton_few_rows.linear_parts(x, weight, parts)
+    for width, parts in ((2048, 8), (2048, 4), (3584, 2)):
+        for norm in (triton_rows.add_rms_norm, triton_rows.add_rms_norm_fp8):
+            norm(PartialSums(empty(2, parts, width, dtype=torch.float32)), empty(2, width), empty(width), 1e-6)
+
+
 def wide_heads() -> None:
     """Decode attention whose blocks of the cache take the most shared memory, also of heads that are no power of two wide."""
     meta, attention = metadata(1, 16, 2048), triton_attention.TritonAttention(DEVICE)
@@ -298,6 +318,7 @@ def main() -> int:
         batches = batches[1:2]
     between_batches(stacks[0])
     around_vendor_kernels(stacks[0])
+    few_rows()
     wide_heads()
     report = {}
     for name, variants in sorted(compiled.items()):
