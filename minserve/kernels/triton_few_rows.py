@@ -21,11 +21,11 @@ FEW_ROWS = 32
 _BLOCK_N = 64
 """Columns of the result in a program, the fewest of a warp group's matrix instruction."""
 _HELD_BYTES = 64 << 10
-"""Most bytes of the weight that a program holds in registers while it waits for its rows."""
+"""Most bytes of the weight that a program fetches into shared memory while it waits for its rows."""
 _MOST_PARTS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_size", "scale_stride"])
 def _few_rows_kernel(
     x,
     x_scales,
@@ -49,6 +49,7 @@ def _few_rows_kernel(
     block_k: tl.constexpr,
 ):
     """Some rows of the weight, and of its columns a part, times all rows of x. `held`: loaded before x is there."""
+    lead(dependent)
     column, part = tl.program_id(0) * block_n, tl.program_id(1)
     blocks: tl.constexpr = k_size // block_k // parts
     m, n, k = tl.arange(0, block_m), tl.arange(0, block_n), tl.arange(0, block_k)
@@ -60,19 +61,23 @@ def _few_rows_kernel(
     row_scales = x_scales + part * blocks * scale_stride + row
     acc = tl.zeros([block_n, block_m], tl.float32)
     if held:
-        w = ()
+        w, w_scales = (), ()
         for block in tl.static_range(blocks):
             w += (tl.load(tiles + block * block_k),)
-    lead(dependent)
+            if fp8:
+                w_scales += (tl.load(tile_scales + block),)
+    if biased:
+        offset = tl.load(bias + column + n).to(tl.float32)
     follow(dependent)
     if held:
-        a = ()
+        a, a_scales = (), ()
         for block in tl.static_range(blocks):
             a += (tl.load(inputs + block * block_k),)
+            if fp8:
+                a_scales += (tl.load(row_scales + block * scale_stride),)
         for block in tl.static_range(blocks):
             if fp8:
-                scale = tl.load(row_scales + block * scale_stride) * tl.load(tile_scales + block)
-                acc += tl.dot(w[block], tl.trans(a[block])) * scale[None, :]
+                acc += tl.dot(w[block], tl.trans(a[block])) * (a_scales[block] * w_scales[block])[None, :]
             else:
                 acc = tl.dot(w[block], tl.trans(a[block]), acc)
     else:
@@ -84,7 +89,7 @@ def _few_rows_kernel(
             else:
                 acc = tl.dot(tile, tl.trans(rows), acc)
     if biased:
-        acc += tl.load(bias + column + n).to(tl.float32)[:, None]
+        acc += offset[:, None]
     target = out + (m[None, :] * parts + part) * n_size + (column + n)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=(m < m_size)[None, :])
 
