@@ -87,7 +87,10 @@ def residence_of(
 ) -> Residence:
     """Of so many programs, empty ones of long rows' parts not counted."""
     few = programs <= 2 * processors
-    if not plan.decode or shape.kind == "mla" or cache.element_size() != 2:
+    if plan.decode and shape.kind == "mla":
+        # The cut is for two on a processor, which a few registers more would not allow. Those of 32 heads each have one anyway.
+        return Residence(few, max_registers=128 if tiles.block_m == 16 else None)
+    if not plan.decode or cache.element_size() != 2:
         return Residence(few)
     each = -(-programs // processors)
     # As many blocks as leave all of a processor's programs, or four, room beside each other, up to what one needs alone.

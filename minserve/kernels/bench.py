@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minserve.kernels import torch_gpu, triton_expert_rows, triton_experts, triton_linear
 from minserve.kernels.deep_gemm_products import DeepGemmProducts
@@ -42,7 +43,7 @@ FP8_TERAFLOPS = 1300.0
 _DEVICE = torch.device("cuda")
 _BF16 = torch.bfloat16
 _Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
-_Linear = Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
+_Linear = Callable[[Tensor, LinearWeight, Tensor | None], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,9 +133,12 @@ def linear_cases(name: str, n: int, k: int, batches: Sequence[int]) -> Iterator[
 
     for tokens in batches:
         paths: dict[str, _Linear] = {
-            "bf16 torch": triton_linear.linear,
+            "bf16 torch": lambda x, weight, bias: F.linear(x, weight.weight, bias),
+            "bf16": triton_linear.linear,
+            "bf16 parts": lambda x, weight, _: triton_linear.linear_parts(x, weight),
             "fp8 triton": triton_linear.linear,
-            "fp8 deep_gemm": deep_gemm.linear,
+            "fp8": deep_gemm.linear,
+            "fp8 parts": lambda x, weight, _: deep_gemm.linear_parts(x, weight),
         }
         for path, function in paths.items():
             fp8 = path.startswith("fp8")

@@ -76,11 +76,11 @@ class DeepGemmProducts:
         """x [..., K] times weight [N, K] transposed, plus bias [N]. FP8 weights meet FP8 activations, but for a few rows."""
         n_size, k_size = weight.weight.shape
         rows = x.reshape(-1, k_size)
-        if not self.takes_fp8(rows.shape[0], x.dtype, weight):
+        if not self.takes_fp8(rows.shape[0], x.dtype, weight, by_parts=False):
             return triton_linear.linear(x, weight, bias)
         return self.linear_fp8(fp8_rows(rows), weight, bias).view(*x.shape[:-1], n_size)
 
-    def takes_fp8(self, rows: int, dtype: torch.dtype, weight: LinearWeight, by_parts: bool = False) -> bool:
+    def takes_fp8(self, rows: int, dtype: torch.dtype, weight: LinearWeight, by_parts: bool) -> bool:
         """Whether `linear`, or `linear_parts`, quantises so many rows of that type for the weight, and may be given FP8."""
         n_size, k_size = weight.weight.shape
         if weight.scale is None or dtype != torch.bfloat16 or rows == 0 or n_size % 64 or k_size % FP8_BLOCK:

@@ -51,7 +51,7 @@ def sum_rows(x: Unsummed) -> Tensor:
 
 
 def add_rms_norm(x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum), both new; the sum is rounded to x's type before it is normed."""
+    """(norm of the sum, the sum), both new; each sum is rounded to the residual's type before it is read."""
     total = (x if isinstance(x, Tensor) else sum_rows(x).to(residual.dtype)) + residual
     return rms_norm(total, weight, eps), total
 

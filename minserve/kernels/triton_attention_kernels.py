@@ -257,11 +257,10 @@ def attention_kernel(
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     flat = token * num_heads + head
-    whole = True
+    in_one_part = True
     if split:
-        # A row of one part is done here.
-        whole = each >= seq_len
-    if whole:
+        in_one_part = each >= seq_len
+    if in_one_part:
         result = acc.to(q_tile.dtype)
         if quantize:
             quantized, scales = fp8_groups(result.to(tl.float32), fp8_max, fp8_block)

@@ -1,4 +1,4 @@
-"""Products of few rows: a launch that has all of a weight on its way at once. Whole, or in parts that the next norm adds up.
+"""Products of few rows, many blocks of the weight on their way at once: whole, or in parts of its columns (split-K) for a norm.
 
 Plain rows meet plain weights, FP8 rows FP8 weights. Knows no layer; sizes and their limits are as measured on an H200.
 """
@@ -57,6 +57,7 @@ def _few_rows_kernel(
     row = tl.minimum(m, m_size - 1)
     tiles = weight + column.to(tl.int64) * k_size + part * blocks * block_k + (n[:, None] * k_size + k[None, :])
     inputs = x + part * blocks * block_k + (row[:, None] * k_size + k[None, :])
+    # A scale is of block_k rows by block_k columns.
     tile_scales = weight_scales + column // block_k * scale_columns + part * blocks
     row_scales = x_scales + part * blocks * scale_stride + row
     acc = tl.zeros([block_n, block_m], tl.float32)
@@ -105,18 +106,23 @@ def _fits(rows: int, row_type: torch.dtype, weight: LinearWeight) -> bool:
 
 
 def takes_whole(rows: int, row_type: torch.dtype, weight: LinearWeight) -> bool:
-    """Whether `linear` is the fastest for so many rows of that type: where its programs keep many processors busy, but leave enough
-    of them to what runs on the other stream, which lost more to 88 programs than they were worth."""
+    """Whether `linear` is the fastest for so many rows of that type.
+
+    Its programs have to keep many processors busy, but leave enough of them to what runs on the other stream: beside experts 88
+    programs cost more than they were worth.
+    """
+    if not _fits(rows, row_type, weight):
+        return False
     n_size, k_size = weight.weight.shape
     programs, processors = n_size // _BLOCK_N, num_processors(weight.weight.device)
-    return _fits(rows, row_type, weight) and processors // 3 <= programs <= processors * 5 // 8 and 1024 <= k_size <= 4096
+    return processors // 3 <= programs <= processors * 5 // 8 and 1024 <= k_size <= 4096
 
 
 def parts_of(rows: int, row_type: torch.dtype, weight: LinearWeight) -> int:
     """Into how many parts `linear_parts` cuts the columns; 0 where it does not take such rows, or would gain nothing by it."""
+    if rows == 1 or not _fits(rows, row_type, weight):
+        return 0  # a weight meets one row faster by vector loads
     n_size, k_size = weight.weight.shape
-    if not _fits(rows, row_type, weight) or (rows == 1 and weight.scale is None):
-        return 0  # one plain row is read faster by vector loads
     # All programs of a launch run at once, so that all may hold their weights. Two of plain weights share a processor.
     room = num_processors(weight.weight.device) * row_type.itemsize // (n_size // _BLOCK_N)
     parts = _MOST_PARTS
@@ -128,9 +134,8 @@ def parts_of(rows: int, row_type: torch.dtype, weight: LinearWeight) -> int:
 
 def linear(x: Tensor | Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], bf16 of FP8 rows. Only what `takes_whole` takes."""
-    values = x.values if isinstance(x, Fp8Rows) else x
-    kind = torch.bfloat16 if isinstance(x, Fp8Rows) else x.dtype
-    out = torch.empty(values.shape[0], weight.weight.shape[0], dtype=kind, device=values.device)
+    values, kind = (x.values, torch.bfloat16) if isinstance(x, Fp8Rows) else (x, x.dtype)
+    out = values.new_empty(values.shape[0], weight.weight.shape[0], dtype=kind)
     _launch(x, weight, bias, out, 1)
     return out
 
@@ -138,12 +143,13 @@ def linear(x: Tensor | Fp8Rows, weight: LinearWeight, bias: Tensor | None) -> Te
 def linear_parts(x: Tensor | Fp8Rows, weight: LinearWeight, parts: int) -> PartialSums:
     """x [T, K] times weight [N, K] transposed, in as many parts as `parts_of` says."""
     values = x.values if isinstance(x, Fp8Rows) else x
-    out = torch.empty(values.shape[0], parts, weight.weight.shape[0], dtype=torch.float32, device=values.device)
+    out = values.new_empty(values.shape[0], parts, weight.weight.shape[0], dtype=torch.float32)
     _launch(x, weight, None, out, parts)
     return PartialSums(out)
 
 
 def _launch(x: Tensor | Fp8Rows, weight: LinearWeight, bias: Tensor | None, out: Tensor, parts: int) -> None:
+    """`out`: [T, parts, N]"""
     values, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x.contiguous(), None)
     (n_size, k_size), rows = weight.weight.shape, values.shape[0]
     _few_rows_kernel[(n_size // _BLOCK_N, parts)](

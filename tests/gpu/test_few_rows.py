@@ -219,8 +219,7 @@ def test_which_published_weights_are_taken(name: str) -> None:
         for rows in (0, 1, 2, 8, 32, 33):
             few = 1 <= rows <= 32
             assert triton_few_rows.takes_whole(rows, kind, weight) == (whole and few), rows
-            one_plain = rows == 1 and kind != FP8
-            assert triton_few_rows.parts_of(rows, kind, weight) == (parts if few and not one_plain else 0), rows
+            assert triton_few_rows.parts_of(rows, kind, weight) == (parts if few and rows > 1 else 0), rows
 
 
 @pytest.mark.parametrize("rows", [2, 32])
@@ -312,7 +311,7 @@ def test_a_stack_leaves_parts_of_few_rows_alone(kernels: Kernels) -> None:
         left = kernels.linear_parts(normal(rows, k), LinearWeight(normal(n, k)))
         assert isinstance(left, PartialSums) == (2 <= rows <= 32), rows
         scaled = kernels.linear_parts(normal(rows, k), LinearWeight(*fp8(n, k)))
-        assert isinstance(scaled, PartialSums) == (kernels.name == "hopper" and rows <= 32), rows
+        assert isinstance(scaled, PartialSums) == (kernels.name == "hopper" and 2 <= rows <= 32), rows
     assert kernels.linear_parts(normal(0, k), LinearWeight(normal(n, k))).shape == (0, n)
 
 

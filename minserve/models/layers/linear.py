@@ -97,10 +97,11 @@ class OutputLinear(Linear):
         return self.kernels.linear_parts is not None and self.bias is None
 
     def unsummed(self, x: Tensor | Fp8Rows) -> Tensor | PartialSums:
-        if self.kernels.linear_parts is None or self.bias is not None:
-            output: Tensor = self(x)
-            return output
-        return self.kernels.linear_parts(x, LinearWeight(self.weight, self.scale))
+        if self.by_parts:
+            assert self.kernels.linear_parts is not None
+            return self.kernels.linear_parts(x, LinearWeight(self.weight, self.scale))
+        output: Tensor = self(x)
+        return output
 
 
 class GatedMLP(nn.Module):
