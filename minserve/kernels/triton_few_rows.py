@@ -71,14 +71,13 @@ def _few_rows_kernel(
         offset = tl.load(bias + column + n).to(tl.float32)
     follow(dependent)
     if held:
-        a, a_scales = (), ()
+        a = ()
         for block in tl.static_range(blocks):
             a += (tl.load(inputs + block * block_k),)
-            if fp8:
-                a_scales += (tl.load(row_scales + block * scale_stride),)
         for block in tl.static_range(blocks):
             if fp8:
-                acc += tl.dot(w[block], tl.trans(a[block])) * (a_scales[block] * w_scales[block])[None, :]
+                scale = tl.load(row_scales + block * scale_stride) * w_scales[block]
+                acc += tl.dot(w[block], tl.trans(a[block])) * scale[None, :]
             else:
                 acc = tl.dot(w[block], tl.trans(a[block]), acc)
     else:

@@ -326,5 +326,5 @@ def test_half_precision_keeps_its_type(dtype):
 def test_the_cpu_stack_keeps_no_fp8():
     stack = reference.cpu()
     assert (stack.name, stack.keeps_fp8, stack.keeps_int4) == ("cpu", False, True)
-    optional = ("name", "keeps_fp8", "keeps_int4", "quantize_rows", "fp8_rows", "gqa_decode", "expert_rows")
+    optional = ("name", "keeps_fp8", "keeps_int4", "quantize_rows", "fp8_rows", "gqa_decode", "expert_rows", "linear_parts")
     assert all(callable(getattr(stack, name)) for name in stack.__slots__ if name not in optional)

@@ -75,6 +75,8 @@ def test_bytes_are_those_that_a_call_must_move() -> None:
     assert hit == 4 * (2 * (6 * 4 + 4 * 3) + 2 * (2 * 4))
     travelled = (x, slots, torch.zeros(2, 2), experts, torch.zeros(2, 1))
     assert trace_step._bytes("experts_flat", travelled, torch.zeros(2, 4), []) == hit
+    parts = PartialSums(torch.zeros(2, 3, 8))
+    assert trace_step._bytes("linear_parts", (x, LinearWeight(weight)), parts, []) == 4 * (2 * 4 + 8 * 4 + 2 * 3 * 8)
     left = ExpertRows(torch.zeros(4, 4), slots, torch.zeros(2, 2))
     for summed, both in ((left, 0), (dataclasses.replace(left, added=x), 2 * 4)):
         normed = trace_step._bytes("add_rms_norm", (summed, x, torch.zeros(4), 1e-6), (x, x), [])
@@ -92,8 +94,8 @@ def test_every_entry_that_launches_is_recorded() -> None:
     """A new entry of the table would otherwise be listed as torch's."""
     host_only = {"plan_attention", "forget_graphs", "experts_masked"}
     entries = {name for name in reference.cpu().__slots__ if callable(getattr(reference.cpu(), name))}
-    assert entries - host_only == {*trace_step._ENTRIES} - {"gqa_decode", "expert_rows"}
-    assert reference.cpu().gqa_decode is reference.cpu().expert_rows is None
+    assert entries - host_only == {*trace_step._ENTRIES} - {"gqa_decode", "expert_rows", "linear_parts"}
+    assert reference.cpu().gqa_decode is reference.cpu().expert_rows is reference.cpu().linear_parts is None
     assert {*trace_step._FP8_ENTRIES, "takes"} == {field.name for field in dataclasses.fields(Fp8RowKernels)}
 
 
