@@ -12,7 +12,15 @@ import torch
 from rich.console import Console
 
 from minserve.kernels import reference
-from minserve.kernels.interface import AttentionShape, ExpertRows, ExpertWeights, Fp8RowKernels, Fp8Rows, LinearWeight
+from minserve.kernels.interface import (
+    AttentionShape,
+    ExpertRows,
+    ExpertWeights,
+    Fp8RowKernels,
+    Fp8Rows,
+    LinearWeight,
+    PartialSums,
+)
 from minserve.runtime import trace_step
 from minserve.runtime.graph_edges import Edge, edges_of
 from minserve.runtime.trace_step import Launch, StepTrace
