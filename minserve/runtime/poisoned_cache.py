@@ -23,6 +23,7 @@ class PoisonedCache:
         self._parts = 1 if shape.kind == "mla" else 2
         """Places of a token in a page: one, or its key's and its value's."""
         self._width = layers[0][0].numel() // (self._parts * page_size)
+        self._filled = torch.tensor([DUMMY_PAGE], device=layers[0].device)
         for layer in layers:
             layer.fill_(torch.nan)
 
@@ -38,20 +39,22 @@ class PoisonedCache:
             pages += row.new_pages
             lengths += [min(max(row.start - page * self._page_size, 0), self._page_size) for page in range(len(row.new_pages))]
         first = self._layers[0]
-        where, filled = torch.tensor([pages, lengths], device=first.device)
+        numbers = torch.tensor([pages, lengths])
+        if first.device.type == "cuda":
+            numbers = numbers.pin_memory().to(first.device, non_blocking=True)  # else the host would wait for the device
+        self._filled, filled = numbers
         unused = torch.arange(self._page_size, device=first.device) >= filled.unsqueeze(1)
         values = torch.empty((len(pages), self._parts, self._page_size, self._width), dtype=first.dtype, device=first.device)
         values.normal_(generator=torch.Generator(first.device).manual_seed(seed))
         values.masked_fill_(unused[:, None, :, None], torch.nan)
         values = values.view(len(pages), *first.shape[1:])
         for index, layer in enumerate(self._layers):
-            layer.index_copy_(0, where, values * (1 + index / len(self._layers)))
+            layer.index_copy_(0, self._filled, values * (1 + index / len(self._layers)))
 
-    def poison_pages(self, step: ScheduledStep) -> None:
-        """All that the step's rows have."""
-        pages = torch.tensor([page for row in step.rows for page in row.new_pages], device=self._layers[0].device)
+    def poison_pages(self) -> None:
+        """All that were filled last."""
         for layer in self._layers:
-            layer.index_fill_(0, pages, torch.nan)
+            layer.index_fill_(0, self._filled, torch.nan)
 
     def places(self, slot_mapping: Tensor) -> Tensor:
         """Where tokens' entries lie, as `poison` and `read` want it: int64 [T] -> [parts * T]."""

@@ -207,7 +207,7 @@ def _check(
             doubts += _differences(f"{what}: replayed twice with the same inputs, it does not repeat itself", first, second)
         doubts += _differences(f"{what}: it does not equal an eager run of the same batch", first, wanted[variant])
         doubts += _not_numbers(what, first)
-    cache.poison_pages(step)
+    cache.poison_pages()
     while_device_works()
     _settle(doubts)
     return len(replays)

@@ -62,5 +62,5 @@ def test_only_earlier_tokens_are_filled_and_no_layer_is_like_another(kind):
     assert sorted(slots[entries.isfinite().all(dim=(1, 2, 3))].tolist()) == sorted(known)
     assert sorted(slots[~entries.isnan().all(dim=(1, 2, 3))].tolist()) == sorted(known)
     assert not (entries[known, 0] == entries[known, 1]).any()
-    cache.poison_pages(step)
+    cache.poison_pages()
     assert all(layer.isnan().all() for layer in layers)
