@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import triton
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionMetadata, AttentionShape
-from minserve.kernels.launch import shared_memory
+from minserve.kernels.launch import cdiv, next_power_of_2, shared_memory
 
 MAX_SPLITS = 64
 LEAST_PART = 256
@@ -72,13 +71,13 @@ def tiles_of(shape: AttentionShape, decode: bool) -> Tiles:
 def plan_decode(metadata: AttentionMetadata, shape: AttentionShape, processors: int) -> TritonPlan:
     """The cut of rows of one query token each."""
     tiles, (rows, max_pages) = tiles_of(shape, True), metadata.page_table.shape
-    programs = rows * shape.num_kv_heads * triton.cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
+    programs = rows * shape.num_kv_heads * cdiv(shape.num_heads // shape.num_kv_heads, tiles.block_m)
     room = max_pages * metadata.page_size
     # A grouped-query program that has a processor alone reads as fast as two of half the length, which must be merged.
     together = 1 if shape.kind == "gqa" else 2
-    wanted = max(1, min(together * processors // max(programs, 1), triton.cdiv(room, tiles.block_n)))
+    wanted = max(1, min(together * processors // max(programs, 1), cdiv(room, tiles.block_n)))
     for_long_rows = max(LONG_PARTS, LONG_PARTS * processors // max(programs, 1))
-    num_splits = max(wanted, min(triton.cdiv(room, LONG_PART), for_long_rows))
+    num_splits = max(wanted, min(cdiv(room, LONG_PART), for_long_rows))
     return TritonPlan(True, min(num_splits, MAX_SPLITS), min(wanted, MAX_SPLITS))
 
 
@@ -95,7 +94,7 @@ def residence_of(
     each = -(-programs // processors)
     # As many blocks as leave all of a processor's programs, or four, room beside each other, up to what one needs alone.
     # A block's heads are as wide in shared memory as in registers.
-    block_bytes = 2 * tiles.block_n * triton.next_power_of_2(cache.shape[-1]) * cache.element_size()
+    block_bytes = 2 * tiles.block_n * next_power_of_2(cache.shape[-1]) * cache.element_size()
     room = shared_memory(cache.device) // max(1, min(each, 4)) - _OTHER_SHARED
     num_stages = max(2, min(room // block_bytes + 1, 5))
     # With a few more registers, three programs would run side by side and not four.

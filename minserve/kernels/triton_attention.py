@@ -12,12 +12,11 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from minserve.kernels.attention_cuts import LEAST_PART, LONG_PART, TritonPlan, plan_decode, residence_of, tiles_of
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Fp8Rows, HeadNorms, RotaryTable
-from minserve.kernels.launch import dependent_launch, num_processors
+from minserve.kernels.launch import cdiv, dependent_launch, next_power_of_2, num_processors
 from minserve.kernels.triton_attention_kernels import attention_kernel, merge_kernel
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows, fp8_rows
 
@@ -138,7 +137,7 @@ class TritonAttention:
         if tokens == 0:
             return
         tiles, group, rows = tiles_of(shape, plan.decode), heads // shape.num_kv_heads, metadata.seq_lens.shape[0]
-        blocks_per_row = triton.cdiv(group, tiles.block_m)
+        blocks_per_row = cdiv(group, tiles.block_m)
         blocks = rows * blocks_per_row if plan.decode else tokens * group // tiles.block_m + rows
         splits, tail = plan.num_splits, q if q_tail is None else q_tail
         values, scales = (out.values, out.scales) if isinstance(out, Fp8Rows) else (out, None)
@@ -146,7 +145,7 @@ class TritonAttention:
         if splits > 1:
             partial = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=device)
             lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=device)
-        block_d = max(16, triton.next_power_of_2(head_dim))
+        block_d = max(16, next_power_of_2(head_dim))
         programs = blocks * shape.num_kv_heads * plan.wanted
         residence = residence_of(programs, self.num_processors, tiles, shape, plan, cache)
         dependent = dependent_launch(device)
@@ -197,9 +196,9 @@ class TritonAttention:
             fp8_block=FP8_BLOCK,
             block_m=tiles.block_m,
             block_d=block_d,
-            block_tail=16 if q_tail is None else max(16, triton.next_power_of_2(q_tail.shape[2])),
+            block_tail=16 if q_tail is None else max(16, next_power_of_2(q_tail.shape[2])),
             alone=residence.alone,
-            lines=triton.next_power_of_2(triton.cdiv(cache.shape[-1] * cache.element_size(), 128)),
+            lines=next_power_of_2(cdiv(cache.shape[-1] * cache.element_size(), 128)),
             early=residence.few and dependent["dependent"],
             num_warps=tiles.num_warps,
             num_stages=residence.num_stages,
@@ -210,8 +209,8 @@ class TritonAttention:
             merge_d = min(128, block_d)
             # Where a row has parts only if it is long, few have: programs that find nothing to do should be few, too.
             at_once = heads if plan.wanted > 1 else min(heads, max(1, 4 * self.num_processors // tokens))
-            grid = tokens, at_once, triton.cdiv(head_dim, merge_d)
-            merge_kernel[grid](block_splits=triton.next_power_of_2(splits), block_d=merge_d, num_warps=4, **common)
+            grid = tokens, at_once, cdiv(head_dim, merge_d)
+            merge_kernel[grid](block_splits=next_power_of_2(splits), block_d=merge_d, num_warps=4, **common)
 
 
 def _head_strides(cache: Tensor) -> tuple[int, int, int]:

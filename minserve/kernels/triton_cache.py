@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import AttentionShape, Fp8Rows, HeadNorms, RotaryTable
-from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, fetch_ahead, follow, lead, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows, fp8_rows
 from minserve.kernels.triton_values import fp8_columns, fp8_groups, rotation, turned
 
@@ -100,10 +100,10 @@ def gqa_inputs(
     q = torch.empty(tokens, shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    block_dim = triton.next_power_of_2(shape.head_dim)
+    block_dim = next_power_of_2(shape.head_dim)
     values, num_warps = _FIXED_SHARES if fixed else _shares(tokens)
-    block_heads = max(1, min(values // block_dim, triton.next_power_of_2(heads)))
-    _gqa_inputs_kernel[(tokens, triton.cdiv(heads, block_heads))](
+    block_heads = max(1, min(values // block_dim, next_power_of_2(heads)))
+    _gqa_inputs_kernel[(tokens, cdiv(heads, block_heads))](
         qkv,
         qkv if norms is None else norms.q,
         qkv if norms is None else norms.k,
@@ -259,8 +259,8 @@ def mla_inputs(
     if tokens == 0:
         return q_latent, q_rope
     block_m = block_m or (16 if tokens <= 256 else 64)
-    block_n = min(128, max(16, triton.next_power_of_2(rank)))
-    _mla_inputs_kernel[(triton.cdiv(tokens, block_m), heads + 1, triton.cdiv(rank, block_n))](
+    block_n = min(128, max(16, next_power_of_2(rank)))
+    _mla_inputs_kernel[(cdiv(tokens, block_m), heads + 1, cdiv(rank, block_n))](
         q,
         kv,
         gain,
@@ -288,9 +288,9 @@ def mla_inputs(
         interleaved=rotary.interleaved,
         block_m=block_m,
         block_n=block_n,
-        block_nope=max(16, triton.next_power_of_2(nope)),
-        block_rank=triton.next_power_of_2(rank),
-        block_rope=triton.next_power_of_2(rope),
+        block_nope=max(16, next_power_of_2(nope)),
+        block_rank=next_power_of_2(rank),
+        block_rope=next_power_of_2(rope),
         entry_rows=4,
         num_warps=4,
         **dependent_launch(q.device),
@@ -359,7 +359,7 @@ def heads_linear(x: Tensor, weight: Tensor, *, block_m: int | None = None) -> Te
     tokens, heads, _ = x.shape
     out = torch.empty(tokens, heads, weight.shape[2], dtype=x.dtype, device=x.device)
     block_n = 32 if tokens <= FINE_TOKENS and block_m is None else 128
-    _launch_heads(x, weight, out, None, block_m, max(16, min(block_n, triton.next_power_of_2(weight.shape[2]))))
+    _launch_heads(x, weight, out, None, block_m, max(16, min(block_n, next_power_of_2(weight.shape[2]))))
     return out
 
 
@@ -380,7 +380,7 @@ def _launch_heads(x: Tensor, weight: Tensor, out: Tensor, scales: Tensor | None,
     if tokens == 0:
         return
     block_m = block_m or (16 if tokens <= 64 else 64)
-    _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(out_width, block_n))](
+    _heads_kernel[(cdiv(tokens, block_m), heads, cdiv(out_width, block_n))](
         x,
         weight,
         out,
@@ -397,8 +397,8 @@ def _launch_heads(x: Tensor, weight: Tensor, out: Tensor, scales: Tensor | None,
         fp8_block=FP8_BLOCK,
         block_m=block_m,
         block_n=block_n,
-        block_k=max(16, min(128, triton.next_power_of_2(width))),
-        lines=triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)),
+        block_k=max(16, min(128, next_power_of_2(width))),
+        lines=next_power_of_2(cdiv(width * x.element_size(), 128)),
         num_warps=4 if block_m == 16 else 8,
         **dependent_launch(x.device),
     )
@@ -422,7 +422,7 @@ def _list_pages_kernel(
 def list_pages(page_table: Tensor, seq_lens: Tensor, page_size: int, pages: Tensor) -> None:
     """The pages of all rows one after the other into int32 `pages`, which must hold as many as the rows use."""
     rows = page_table.shape[0]
-    block_rows = triton.next_power_of_2(rows)
+    block_rows = next_power_of_2(rows)
     _list_pages_kernel[(rows,)](
         page_table, seq_lens, pages, rows, page_size, page_table.stride(0), block_rows=block_rows, block=128, num_warps=4
     )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.launch import cdiv, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX
 from minserve.kernels.triton_values import fp8_scale
 
@@ -29,12 +30,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, H] as FP8 [T, H] and scales fp32 [T, ceil(H / 128)]; amax is at least 1e-4, scale = amax / 448."""
     x = x.contiguous()
     tokens, width = x.shape
-    columns = triton.cdiv(width, FP8_BLOCK)
+    columns = cdiv(width, FP8_BLOCK)
     values = torch.empty(tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
-    blocks = min(8, triton.next_power_of_2(columns))
+    blocks = min(8, next_power_of_2(columns))
     if tokens:
-        _quantize_kernel[(tokens, triton.cdiv(columns, blocks))](
+        _quantize_kernel[(tokens, cdiv(columns, blocks))](
             x, values, scales, width, columns, fp8_max=FP8_MAX, blocks=blocks, block=FP8_BLOCK, num_warps=4
         )
     return values, scales
@@ -81,11 +82,11 @@ def scatter_quantized(
     """Row i // top_k of FP8 values [T, H] to row where[i] of a new [num_rows, H] for each pair int32 [T * k], -1 skipped, and
     scales fp32 [T, H / 128] to [groups, num_rows / groups, H / 128], rows fastest and padded to four, as DeepGEMM reads them."""
     width, columns, group_rows = values.shape[1], scales.shape[1], num_rows // groups
-    padded_rows = triton.cdiv(group_rows, 4) * 4
+    padded_rows = cdiv(group_rows, 4) * 4
     target = torch.empty(num_rows, width, dtype=torch.uint8, device=values.device)
     target_scales = torch.empty(groups, columns, padded_rows, dtype=torch.float32, device=values.device)
-    blocks = min(8, triton.next_power_of_2(columns))
-    _scatter_kernel[(where.numel(), triton.cdiv(columns, blocks))](
+    blocks = min(8, next_power_of_2(columns))
+    _scatter_kernel[(where.numel(), cdiv(columns, blocks))](
         values.view(torch.uint8),
         scales,
         where,

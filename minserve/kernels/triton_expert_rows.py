@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import ExpertWeights
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, lead, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK
 
 
@@ -128,9 +128,9 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
     x, slot_ids = x.contiguous(), slot_ids.contiguous()
     fp8 = experts.w13_scale is not None
     shape: dict[str, Any] = {"inner": inner, "width": width, "top_k": top_k} | dependent_launch(x.device)
-    blocks = triton.next_power_of_2(triton.cdiv(width, FP8_BLOCK))
+    blocks = next_power_of_2(cdiv(width, FP8_BLOCK))
     block_n = _block_rows(blocks, 8192 if fp8 else 4096)
-    _gate_up_vector_kernel[(triton.cdiv(inner, block_n), tokens * top_k)](
+    _gate_up_vector_kernel[(cdiv(inner, block_n), tokens * top_k)](
         x,
         slot_ids,
         experts.w13,
@@ -141,9 +141,9 @@ def experts_vector(x: Tensor, slot_ids: Tensor, weights: Tensor, experts: Expert
         **scale_operands(experts.w13, experts.w13_scale),
         **shape,
     )
-    blocks, places = triton.next_power_of_2(triton.cdiv(inner, FP8_BLOCK)), triton.next_power_of_2(top_k)
+    blocks, places = next_power_of_2(cdiv(inner, FP8_BLOCK)), next_power_of_2(top_k)
     block_n = _block_rows(blocks * places, 32768 if fp8 else 16384)
-    _down_vector_kernel[(triton.cdiv(width, block_n), tokens)](
+    _down_vector_kernel[(cdiv(width, block_n), tokens)](
         hidden,
         slot_ids,
         weights.contiguous(),

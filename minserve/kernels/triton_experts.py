@@ -17,7 +17,7 @@ from torch import Tensor
 from minserve.kernels.expert_choices import Choice, ExpertChoices, ExpertShape
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS, Block, TileSizes, tile_sizes
 from minserve.kernels.interface import ExpertRows, ExpertWeights
-from minserve.kernels.launch import announce, dependent_launch, follow, lead, outlast, wait_for
+from minserve.kernels.launch import announce, cdiv, dependent_launch, follow, lead, outlast, wait_for
 from minserve.kernels.triton_expert_rows import experts_vector, scale_operands
 from minserve.kernels.triton_grouping import (
     FP8_BLOCK,
@@ -229,7 +229,7 @@ def _product(
     gated = row_divisor > 0
     n_size, k_size = weight.shape[1] // (2 if gated else 1), weight.shape[2]
     assert not gated or scale is None or n_size % FP8_BLOCK == 0, "a block of scales would hold gate and up rows"
-    halves, n_blocks = scale is not None and x.element_size() == 2, triton.cdiv(n_size, block.n)
+    halves, n_blocks = scale is not None and x.element_size() == 2, cdiv(n_size, block.n)
     block_k = block.k if scale is None else min(block.k, FP8_BLOCK)
     _product_kernel[(tiles.count * n_blocks,)](
         x,
@@ -242,7 +242,7 @@ def _product(
         num_tiles=tiles.count,
         n_blocks=n_blocks,
         tile_ready=tiles.expert if tiles.ready is None else tiles.ready,
-        announced=triton.cdiv(k_size, sizes.up.n),
+        announced=cdiv(k_size, sizes.up.n),
         weight_expert_stride=weight.stride(0),
         out_scale=(1 / HIDDEN_SCALE if gated else HIDDEN_SCALE) if halves else 1.0,
         **tiles.operands(),
@@ -295,7 +295,7 @@ def tiled_rows(
     """The same without the sum, for one token or more."""
     num_experts, (tokens, top_k) = experts.w13.shape[0], slot_ids.shape
     x, slot_ids = x.contiguous(), slot_ids.contiguous()
-    sizes = sizes or tile_sizes(tokens, triton.cdiv(tokens * top_k, num_experts), experts.format)
+    sizes = sizes or tile_sizes(tokens, cdiv(tokens * top_k, num_experts), experts.format)
     own = max(tokens, sizes.rows) <= OWN_TILES_TOKENS
     tiles = own_tiles(slot_ids) if own else tiles_of_pairs(slot_ids, num_experts, sizes.rows)
     return ExpertRows(_through_experts(x, tiles, experts, sizes, slot_ids.numel(), top_k), slot_ids, weights)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import Fp8Rows, LinearWeight, PartialSums
-from minserve.kernels.launch import dependent_launch, follow, lead, num_processors
+from minserve.kernels.launch import dependent_launch, follow, lead, next_power_of_2, num_processors
 from minserve.kernels.triton_grouping import FP8_BLOCK
 
 FEW_ROWS = 32
@@ -169,7 +169,7 @@ def _launch(x: Tensor | Fp8Rows, weight: LinearWeight, bias: Tensor | None, out:
         held=parts > 1,
         # As many blocks on their way as a processor's memory holds.
         stages=6 if scales is None else 12,
-        block_m=max(16, triton.next_power_of_2(rows)),
+        block_m=max(16, next_power_of_2(rows)),
         block_n=_BLOCK_N,
         block_k=FP8_BLOCK,
         num_warps=4,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minserve.kernels.expert_tiles import OWN_TILES_TOKENS
 from minserve.kernels.interface import Fp8Rows
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, lead, next_power_of_2
 from minserve.kernels.triton_values import fp8_scale, silu_and_gate
 
 FP8_BLOCK = 128
@@ -162,7 +162,7 @@ class Tiles:
             "pairs": self.count,
             "top_k": top_k,
             "direct": self.own,
-            "places": triton.next_power_of_2(top_k),
+            "places": next_power_of_2(top_k),
             "block_rows": self.tile,
         }
 
@@ -206,7 +206,7 @@ def tile_pairs(
 def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
     """slot_ids int32 [T, k] -> tiles, expert by expert: few tokens get fixed room for each expert, many are packed."""
     pairs, device = slot_ids.numel(), slot_ids.device
-    tiles_each = triton.cdiv(slot_ids.shape[0], tile)
+    tiles_each = cdiv(slot_ids.shape[0], tile)
     packed = tiles_each > 2
     num_tiles = min(num_experts, pairs) + pairs // tile if packed else num_experts * tiles_each
     rows = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
@@ -217,7 +217,7 @@ def tiles_of_pairs(slot_ids: Tensor, num_experts: int, tile: int) -> Tiles:
 
 def tiles_of_counts(counts: Tensor, capacity: int, tile: int) -> Tiles:
     """counts int32 [E] of rows that sit at e * capacity -> tiles of row indices."""
-    num_experts, tiles_each = counts.shape[0], triton.cdiv(capacity, tile)
+    num_experts, tiles_each = counts.shape[0], cdiv(capacity, tile)
     rows = torch.empty(num_experts * tiles_each * tile, dtype=torch.int32, device=counts.device)
     expert = torch.empty(2, num_experts * tiles_each, dtype=torch.int32, device=counts.device)
     _counted_tiles_kernel[(num_experts, tiles_each)](
@@ -273,7 +273,7 @@ def _place(
     counts = torch.empty(num_experts, dtype=torch.int32, device=slot_ids.device)
     pairs = slot_ids.numel()
     slot_ids = slot_ids.contiguous()
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    chunk = min(_CHUNK, max(128, next_power_of_2(pairs)))
     counted, num_warps, dependent = packed and pairs > _CHUNK, 8 if pairs > _CHUNK else 4, dependent_launch(slot_ids.device)
     if counted:
         _count_kernel[(num_experts,)](slot_ids, counts, pairs, chunk=chunk, num_warps=num_warps, **dependent)
@@ -296,7 +296,7 @@ def _place(
         want_row_expert=row_expert is not None,
         tile=tile,
         chunk=chunk,
-        block_experts=triton.next_power_of_2(num_experts),
+        block_experts=next_power_of_2(num_experts),
         num_warps=num_warps,
         **dependent,
     )
@@ -388,13 +388,13 @@ def move_rows(
     width = source.shape[-1] // (2 if gated else 1)
     group_rows = num_rows // groups
     target = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn if quantize else source.dtype, device=source.device)
-    scales, columns, padded_rows = None, triton.cdiv(width, FP8_BLOCK), triton.cdiv(group_rows, 4) * 4
+    scales, columns, padded_rows = None, cdiv(width, FP8_BLOCK), cdiv(group_rows, 4) * 4
     if quantize:
         scales = torch.empty(groups, columns, padded_rows, dtype=torch.float32, device=source.device)
     items = num_rows if items is None else items
     if items:
         pieces, num_warps = _pieces(items * columns, gated)
-        _move_rows_kernel[(triton.cdiv(items * columns, pieces),)](
+        _move_rows_kernel[(cdiv(items * columns, pieces),)](
             source,
             target,
             target if scales is None else scales,
@@ -424,7 +424,7 @@ def move_rows(
 def empty_fp8_rows(num_rows: int, width: int, device: torch.device) -> Fp8Rows:
     """Memory for rows whose width is a multiple of 128; TMA wants the columns of scales to begin at multiples of 16 bytes."""
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(width // FP8_BLOCK, triton.cdiv(num_rows, 4) * 4, dtype=torch.float32, device=device)
+    scales = torch.empty(width // FP8_BLOCK, cdiv(num_rows, 4) * 4, dtype=torch.float32, device=device)
     return Fp8Rows(values, scales.t()[:num_rows])
 
 
@@ -465,8 +465,8 @@ def combine(y: Tensor, where: Tensor, weights: Tensor, *, direct: bool) -> Tenso
     tokens, top_k = weights.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
     if tokens:
-        block = min(1024, triton.next_power_of_2(y.shape[1]))
-        _combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
+        block = min(1024, next_power_of_2(y.shape[1]))
+        _combine_kernel[(tokens, cdiv(y.shape[1], block))](
             y,
             where,
             weights.contiguous(),

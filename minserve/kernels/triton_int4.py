@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.expert_tiles import Block
-from minserve.kernels.launch import dependent_launch, follow, keyed, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, keyed, lead
 from minserve.kernels.triton_grouping import Tiles, tile_pairs
 from minserve.kernels.triton_values import silu_and_gate
 
@@ -184,7 +184,7 @@ def int4_product(
     an out that is turned, too; 0: down, of x's row `row`. weight int32 [E, N, K / 8], scale [E, N, K / 32] in x's type."""
     gated = row_divisor > 0
     n_size, k_size = weight.shape[1] // (2 if gated else 1), weight.shape[2] * 8
-    n_blocks, launch = triton.cdiv(n_size, block.n), dependent_launch(x.device)
+    n_blocks, launch = cdiv(n_size, block.n), dependent_launch(x.device)
     _int4_kernel[(tiles.count * n_blocks,)](
         x,
         weight=weight,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from minserve.kernels import triton_few_rows
 from minserve.kernels.interface import Fp8Rows, LinearWeight, PartialSums
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, lead, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK
 from minserve.kernels.triton_values import as_half
 
@@ -177,7 +177,7 @@ def _launch(
 ) -> None:
     """`own`: what this kernel alone has, options of its launch included. A scale or bias that is not there is stood in for."""
     (n_size, k_size), scale = weight.weight.shape, weight.scale
-    kernel[(row_blocks * triton.cdiv(n_size, block_n),)](
+    kernel[(row_blocks * cdiv(n_size, block_n),)](
         rows,
         weight.weight,
         weight.weight if scale is None else scale,
@@ -196,14 +196,14 @@ def _launch(
 
 
 def _vector(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-    blocks = triton.next_power_of_2(triton.cdiv(rows.shape[1], FP8_BLOCK))
+    blocks = next_power_of_2(cdiv(rows.shape[1], FP8_BLOCK))
     block_n = max(1, (4096 if weight.scale is None else 8192) // (blocks * FP8_BLOCK))
     num_warps = max(4, min(16, block_n * blocks * FP8_BLOCK // 2048))
     _launch(_vector_kernel, 1, rows, weight, bias, out, block_n, num_rows=rows.shape[0], blocks=blocks, num_warps=num_warps)
 
 
 def _skinny(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-    groups = triton.next_power_of_2(triton.cdiv(rows.shape[1], FP8_BLOCK))
+    groups = next_power_of_2(cdiv(rows.shape[1], FP8_BLOCK))
     block_n, num_warps = 32 if groups > 16 else 16, 8 if groups > 16 or weight.scale is None else 4
     sizes = {"m_size": rows.shape[0], "block_m": 8, "groups": groups, "num_warps": num_warps}
     _launch(_skinny_kernel, 1, rows, weight, bias, out, block_n, **sizes)
@@ -264,7 +264,7 @@ def fixed_linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor
 
 
 def _tiles(rows: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, block_m: int, block_n: int) -> None:
-    m_size, m_blocks = rows.shape[0], triton.cdiv(rows.shape[0], block_m)
+    m_size, m_blocks = rows.shape[0], cdiv(rows.shape[0], block_m)
     sizes = {"m_size": m_size, "m_blocks": m_blocks, "block_m": block_m, "whole_k": rows.shape[1] % FP8_BLOCK == 0}
     sizes["block_k"] = FP8_BLOCK if rows.element_size() == 2 else 32
     launch = {"num_warps": 8 if block_m == 128 else 4, "num_stages": 4 if block_m <= 32 else 3}

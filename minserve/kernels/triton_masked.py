@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minserve.kernels.launch import cdiv, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX
 from minserve.kernels.triton_values import fp8_scale, silu_and_gate
 
@@ -76,12 +77,12 @@ def masked_rows(
     width = columns or source.shape[2] // (2 if gated else 1)
     dtype = torch.float8_e4m3fn if quantize else source.dtype
     target = torch.empty(num_experts, capacity, room or width, dtype=dtype, device=source.device)
-    scales, scale_columns = None, triton.cdiv(width, FP8_BLOCK)
-    padded_rows = triton.cdiv(capacity, 4) * 4
+    scales, scale_columns = None, cdiv(width, FP8_BLOCK)
+    padded_rows = cdiv(capacity, 4) * 4
     if quantize:
         scales = torch.empty(num_experts, scale_columns, padded_rows, dtype=torch.float32, device=source.device)
-    blocks = min(8, triton.next_power_of_2(scale_columns))
-    _masked_rows_kernel[(num_experts * _WALKERS, triton.cdiv(scale_columns, blocks))](
+    blocks = min(8, next_power_of_2(scale_columns))
+    _masked_rows_kernel[(num_experts * _WALKERS, cdiv(scale_columns, blocks))](
         source,
         target,
         target if scales is None else scales,

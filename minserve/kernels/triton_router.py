@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import RouterConfig
-from minserve.kernels.launch import dependent_launch, fetch_ahead, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, fetch_ahead, follow, lead, next_power_of_2
 
 
 @triton.jit
@@ -214,11 +214,11 @@ def route(
         return ids, weights
     groups = config.num_groups if config.group_score != "none" else 1
     cut = _FIXED if fixed else cut_of(tokens)
-    blocks, across = triton.cdiv(tokens, cut.block_m), triton.cdiv(experts, cut.block_e)
+    blocks, across = cdiv(tokens, cut.block_m), cdiv(experts, cut.block_e)
     block_k = cut.block_k
-    splits = max(1, min(triton.cdiv(width, block_k), cut.programs // ((1 if fixed else blocks) * across)))
-    each = triton.cdiv(triton.cdiv(width, block_k), splits) * block_k
-    splits = triton.cdiv(width, each)
+    splits = max(1, min(cdiv(width, block_k), cut.programs // ((1 if fixed else blocks) * across)))
+    each = cdiv(cdiv(width, block_k), splits) * block_k
+    splits = cdiv(width, each)
     partial = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
     dependent = dependent_launch(x.device)
     _logits_kernel[(blocks, across, splits)](
@@ -237,7 +237,7 @@ def route(
         num_stages=cut.num_stages,
         **dependent,
     )
-    _choose_kernel[(triton.cdiv(tokens, cut.block_tokens),)](
+    _choose_kernel[(cdiv(tokens, cut.block_tokens),)](
         partial,
         weight if correction_bias is None else correction_bias,
         ids if num_tokens is None else num_tokens,
@@ -257,10 +257,10 @@ def route(
         always_on=config.always_on,
         padded=num_tokens is not None,
         block_tokens=cut.block_tokens,
-        block_splits=triton.next_power_of_2(splits),
-        block_groups=triton.next_power_of_2(groups),
-        block_size=triton.next_power_of_2(experts // groups),
-        block_slots=triton.next_power_of_2(columns),
+        block_splits=next_power_of_2(splits),
+        block_groups=next_power_of_2(groups),
+        block_size=next_power_of_2(experts // groups),
+        block_slots=next_power_of_2(columns),
         num_warps=cut.block_tokens,
         **dependent,
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minserve.kernels.interface import ExpertRows, Fp8Rows, PartialSums, Unsummed
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, lead, next_power_of_2
 from minserve.kernels.triton_grouping import FP8_BLOCK, FP8_MAX, empty_fp8_rows
 from minserve.kernels.triton_values import fp8_columns, fp8_groups, fp8_scale, silu_and_gate
 
@@ -175,9 +175,9 @@ def _launch_norm(
     x, rows, inner_rows, outer_stride, inner_stride = _as_rows(x)
     if rows == 0:
         return
-    block_width = triton.next_power_of_2(width)
+    block_width = next_power_of_2(width)
     block_rows = max(1, 2048 // block_width)
-    _rms_norm_kernel[(triton.cdiv(rows, block_rows),)](
+    _rms_norm_kernel[(cdiv(rows, block_rows),)](
         x,
         x if residual is None else residual.contiguous(),
         weight,
@@ -232,7 +232,7 @@ def _launch_sum_norm(
         quantize=scales is not None,
         fp8_max=FP8_MAX,
         fp8_block=FP8_BLOCK,
-        block=triton.next_power_of_2(width),
+        block=next_power_of_2(width),
         num_warps=16,
         **dependent_launch(residual.device),
     )
@@ -276,8 +276,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
         return out
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    block = min(1024, triton.next_power_of_2(inner))
-    _silu_and_mul_kernel[(rows.shape[0], triton.cdiv(inner, block))](
+    block = min(1024, next_power_of_2(inner))
+    _silu_and_mul_kernel[(rows.shape[0], cdiv(inner, block))](
         rows, out, inner, rows.stride(0), block=block, num_warps=4, **dependent_launch(x.device)
     )
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve.kernels.launch import dependent_launch, follow, lead
+from minserve.kernels.launch import cdiv, dependent_launch, follow, lead, next_power_of_2
 
 _FEW_ROWS = 16
 """Up to so many rows smaller parts keep more multiprocessors busy."""
@@ -83,7 +83,7 @@ def part_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     lowest id that has it, in one pass; parts are in the order of ids."""
     rows, vocab_size = logits.shape
     block = _block(rows)
-    parts = triton.cdiv(vocab_size, block)
+    parts = cdiv(vocab_size, block)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     if rows:
@@ -126,7 +126,7 @@ def record_tokens(
             token_counts,
             parts,
             token_counts.shape[1],
-            block=triton.next_power_of_2(parts),
+            block=next_power_of_2(parts),
             num_warps=1,
             **dependent_launch(values.device),
         )
