@@ -64,6 +64,25 @@ class Variant:
     """Fields of the published config.json that transformers' class does not have."""
 
 
+ALIGNED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 384,
+        "q_lora_rank": 128,
+        "num_nextn_predict_layers": 0,
+    },
+    "moonlight": {"hidden_size": 192, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "qwen2_moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256,
+        "num_key_value_heads": 2,
+    },
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 64},
+}
+"""Sizes for `write_checkpoint` with which FP8's blocks of 128 end where the matrices of one product do, so that they stay FP8."""
+
 VARIANTS: dict[str, Variant] = {
     "qwen3_moe": Variant("Qwen3Moe", {**_QWEN, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_moe_tied": Variant(

@@ -43,6 +43,7 @@ def _supported(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+@functools.cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors to keep busy."""
     if device.type != "cuda":
@@ -51,6 +52,7 @@ def num_processors(device: torch.device) -> int:
     return count
 
 
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that the programs of one streaming multiprocessor share out among them."""
     if device.type != "cuda":

@@ -8,28 +8,11 @@ import pytest
 import torch
 from logit_comparison import assert_same_logits, prompt
 from paged_steps import PagedSteps, load
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import ALIGNED, write_checkpoint
 
 from minserve.kernels import reference
 from tools.quantize_fp8 import quantize_checkpoint
 
-ALIGNED = {
-    "deepseek_v3": {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "intermediate_size": 384,
-        "q_lora_rank": 128,
-        "num_nextn_predict_layers": 0,
-    },
-    "moonlight": {"hidden_size": 192, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
-    "qwen2_moe": {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 256,
-        "num_key_value_heads": 2,
-    },
-    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 64},
-}
 KEPT = dataclasses.replace(reference.cpu(), name="fp8", keeps_fp8=True)
 
 
