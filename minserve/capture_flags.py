@@ -13,7 +13,7 @@ class CaptureFlags:
     capturing: bool = False
     """True in warm-up and record alike, so that both take the same branches."""
     phase: Literal["none", "warm-up", "record"] = "none"
-    kind: Literal["none", "decode", "mixed"] = "none"
+    kind: Literal["none", "decode", "mixed", "sampling"] = "none"
     padded_batch_size: int = 0
     disable_dispose_tensor: bool = False
     allow_overlap: bool = False

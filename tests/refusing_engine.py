@@ -7,15 +7,12 @@ from typing import Any
 from runtime.graph_doubles import FakeRecorder
 
 from minserve.runtime import engine, proof
-from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
 
 
 def prove(_config: Any, _model: Any, runner: ModelRunner, *_: Any) -> dict[str, Any]:
-    graphs = StepGraphs(runner.prepare_padding, (2, runner.limits.max_num_seqs), FakeRecorder())
-    graphs.capture()
-    runner.use_graphs(graphs)
+    runner.capture(FakeRecorder(), (2, runner.limits.max_num_seqs))
     check_graphs(runner, "fast")
     return {"verdict": "passed"}
 

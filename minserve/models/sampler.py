@@ -130,14 +130,20 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant)
     )
 
 
-def sample_again(logits: Tensor, slots: Tensor, tokens: Tensor, allowed: Tensor, state: SamplerState, variant: Variant) -> Tensor:
-    """Takes back the tokens that `sample` has just drawn for these rows and draws from what is allowed: -> int64 [N].
-
-    `logits` are the same as then; `allowed` int32 [N, W] as `unpack_mask` reads it. A row's random numbers are the same too.
-    """
+def take_back(slots: Tensor, tokens: Tensor, state: SamplerState) -> None:
+    """The tokens int64 [N] that `sample` has just recorded for these slots, so that others can be drawn instead, with the same
+    random numbers. A row without a finite maximum stays counted. Capturable."""
     less = -state.one.expand_as(slots)
     state.output_index.index_add_(0, slots, less)
     state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), less)
+
+
+def sample_again(logits: Tensor, slots: Tensor, tokens: Tensor, allowed: Tensor, state: SamplerState, variant: Variant) -> Tensor:
+    """Takes back the rows' tokens and draws from what is allowed: -> int64 [N].
+
+    `logits` are those of the tokens; `allowed` int32 [N, W] as `unpack_mask` reads it.
+    """
+    take_back(slots, tokens, state)
     drawn = []
     for some, at, bits in zip(*(part.split(ROWS_AT_ONCE) for part in (logits, slots, allowed)), strict=True):
         possible = some.masked_fill(~unpack_mask(bits, state.vocab_size), -torch.inf)

@@ -34,7 +34,7 @@ from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
 from minserve.runtime import device_memory, expert_exchange, first_uses, kv_cache, parallel, proof, shared_expert
-from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs, capture_sizes, mixed_sizes
+from minserve.runtime.cuda_graph import CudaRecorder, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
@@ -191,15 +191,11 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
             runner.eager_reason = "--enforce-eager"
         return {"captured_batch_sizes": [], "captured_step_tokens": [], "graph_memory_bytes": {}}
     timeline.begin("graphs")
-    recorder, mixed = CudaRecorder(runner.device), None
-    if runner.limits.mixed_sizes:
-        mixed = StepGraphs(runner.prepare_prompts, runner.limits.mixed_sizes, recorder, kind="mixed")
-        mixed.capture()
-    graphs = StepGraphs(runner.prepare_padding, sizes, recorder, runner.kernels.forget_graphs)
-    graphs.capture(timeline.progress)
-    runner.use_graphs(graphs, mixed)
-    memory = {str(batch): graphs.memory_bytes[batch] for batch in sizes}
-    for what, of in (("mixed graphs", mixed), ("decode graphs", graphs)):
+    runner.capture(CudaRecorder(runner.device), sizes, runner.limits.mixed_sizes, timeline.progress)
+    assert runner.graphs is not None
+    memory = {str(batch): runner.graphs.memory_bytes[batch] for batch in sizes}
+    made = {"mixed graphs": runner.mixed_graphs, "decode graphs": runner.graphs, "sampling graphs": runner.sampling_graphs}
+    for what, of in made.items():
         if of is not None:
             parts = ", ".join(f"{size}: {gigabytes(of.memory_bytes[size])}" for size in of.sizes)
             log.info("%s take %s (the largest captured first: %s)", what, gigabytes(sum(of.memory_bytes.values())), parts)

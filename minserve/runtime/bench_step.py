@@ -249,8 +249,7 @@ def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, 
     median = statistics.median(times)
     device = _device_time(runner, later, graphs, steps)
     if graphs is not None:
-        runner.graphs = None
-        graphs.destroy()
+        runner.drop_graphs()
     measured = {"batch": batch, "mode": mode, "step": median, "spread": (max(times) - min(times)) / median}
     return measured | {"device": device, "floor": floor, "share": floor / median}
 
@@ -267,9 +266,8 @@ def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | N
     graphs = _capture(runner, mode, batch, recorder)
     runner.sampler.last_tokens.copy_(_random_tokens(runner, rank)[0])
     runner.launch(step).result()
-    traced = trace(runner, _settled(step), lambda: graphs.replay(batch, "argmax"), recorder.graphs[0])
-    runner.graphs = None
-    graphs.destroy()
+    traced = trace(runner, _settled(step), lambda: graphs.replay(batch), recorder.graphs[0])
+    runner.drop_graphs()
     if folder is not None:
         _console().print(table(traced), edge_table(traced))
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,11 +291,9 @@ def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder 
     model, policy = runner.model, policies.get(mode, "serial")
     assert isinstance(model, Decoder)
     model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
-    recorder = recorder or CudaRecorder(runner.device)
-    graphs = StepGraphs(runner.prepare_padding, [batch], recorder, runner.kernels.forget_graphs)
-    graphs.capture()
-    runner.use_graphs(graphs)
-    return graphs
+    runner.capture(recorder or CudaRecorder(runner.device), [batch])
+    assert runner.graphs is not None
+    return runner.graphs
 
 
 def _random_tokens(runner: ModelRunner, rank: int) -> Tensor:
@@ -336,7 +332,7 @@ def _device_time(runner: ModelRunner, step: ScheduledStep, graphs: StepGraphs[Sa
         begin.record()
         for _ in range(count):
             if graphs is not None:
-                graphs.replay(len(step.rows), "argmax")
+                graphs.replay(len(step.rows))
             else:
                 runner.forward_and_sample(batch, plan, "argmax")
         end.record()

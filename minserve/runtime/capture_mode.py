@@ -22,7 +22,7 @@ def capture_mode(
     phase: Literal["warm-up", "record"],
     *,
     padded_batch_size: int,
-    kind: Literal["decode", "mixed"] = "decode",
+    kind: Literal["decode", "mixed", "sampling"] = "decode",
 ) -> Iterator[CaptureFlags]:
     """Everything inside runs, or is recorded, under capture rules.
 

@@ -17,18 +17,21 @@ import torch
 from minserve.capture_flags import CaptureFlags
 from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
 from minserve.kernels.interface import LEAST_MIXED_TOKENS
-from minserve.models.sampler import Variant
 from minserve.runtime.capture_mode import capture_mode
 
-VARIANTS: tuple[Variant, ...] = ("argmax", "general")
-"""The ways to sample; each is captured for every size of a decode step."""
 WARM_UPS = 2
 """Runs before the first recording: kernels compile in the first, libraries settle their workspaces by the second."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LATER_STEP = 128
 
 Result = TypeVar("Result")
-Work = Callable[[Variant, CaptureFlags], Result]
+Work = Callable[[CaptureFlags], Result]
+Kind = Literal["decode", "mixed", "sampling"]
+_TITLES: dict[Kind, str] = {
+    "decode": "decode step of batch size {}",
+    "mixed": "mixed step of {} tokens",
+    "sampling": "sampling of {} rows",
+}
 
 
 def capture_sizes(max_num_seqs: int, asked: Sequence[int] = ()) -> tuple[int, ...]:
@@ -132,7 +135,8 @@ class CudaRecorder:
 
 
 class StepGraphs(Generic[Result]):
-    """The graphs of one kind of step: by batch size for decode steps, by tokens for mixed ones, whose sampling is not recorded.
+    """The graphs of one kind: by batch size decode steps up to their argmax, and the drawing of other tokens instead; by tokens
+    mixed steps, whose sampling is not recorded.
 
     Three verbs: capture, replay, destroy.
     """
@@ -143,19 +147,18 @@ class StepGraphs(Generic[Result]):
         sizes: Sequence[int],
         recorder: Recorder,
         forget: Callable[[], None] = lambda: None,
-        kind: Literal["decode", "mixed"] = "decode",
+        kind: Kind = "decode",
     ) -> None:
         """prepare: given a size, fills its static buffers with padding and plans for them; what it returns is captured.
         forget: called once the graphs are gone, for plans that belong to them."""
         self.sizes = tuple(sorted(sizes))
-        self.variants = VARIANTS if kind == "decode" else VARIANTS[:1]
         self.memory_bytes: dict[int, int] = {}
         """Device memory that each size took when it was captured; a smaller one finds most of it there already."""
         self._prepare = prepare
         self._recorder = recorder
         self._forget = forget
-        self._kind: Literal["decode", "mixed"] = kind
-        self._graphs: dict[tuple[int, Variant], tuple[Graph, Result]] = {}
+        self._kind = kind
+        self._graphs: dict[int, tuple[Graph, Result]] = {}
 
     @property
     def largest(self) -> int:
@@ -179,7 +182,7 @@ class StepGraphs(Generic[Result]):
             if isinstance(error, ServerError) or not isinstance(error, Exception):
                 raise
             kind = DoesNotFit if isinstance(error, torch.OutOfMemoryError) else EnvironmentFault
-            what = f"decode step of batch size {size}" if self._kind == "decode" else f"mixed step of {size} tokens"
+            what = _TITLES[self._kind].format(size)
             raise kind(
                 f"capturing the {what} failed: {error}; smaller --max-num-seqs, --cuda-graph-bs or --chunked-prefill-size take "
                 "less memory, --enforce-eager serves without graphs"
@@ -189,23 +192,22 @@ class StepGraphs(Generic[Result]):
     def _capture_size(self, size: int) -> None:
         before = self._recorder.memory()
         work = self._prepare(size)
-        for variant in self.variants:
-            with capture_mode("warm-up", padded_batch_size=size, kind=self._kind) as flags:
-                for _ in range(1 if self._graphs else WARM_UPS):
-                    self._recorder.warm_up(functools.partial(work, variant, flags))
-            with capture_mode("record", padded_batch_size=size, kind=self._kind) as flags:
-                self._graphs[size, variant] = self._recorder.record(functools.partial(work, variant, flags))
+        with capture_mode("warm-up", padded_batch_size=size, kind=self._kind) as flags:
+            for _ in range(1 if self._graphs else WARM_UPS):
+                self._recorder.warm_up(functools.partial(work, flags))
+        with capture_mode("record", padded_batch_size=size, kind=self._kind) as flags:
+            self._graphs[size] = self._recorder.record(functools.partial(work, flags))
         self.memory_bytes[size] = max(0, self._recorder.memory() - before)
 
-    def replay(self, size: int, variant: Variant = "argmax") -> Result:
+    def replay(self, size: int) -> Result:
         """Run a captured step on the current stream. Its result lies where the last replay's did: use it before the next."""
-        graph, result = self._graphs[size, variant]
+        graph, result = self._graphs[size]
         graph.replay()
         return result
 
-    def result(self, size: int, variant: Variant = "argmax") -> Result:
+    def result(self, size: int) -> Result:
         """Where a replay leaves its result, without one."""
-        return self._graphs[size, variant][1]
+        return self._graphs[size][1]
 
     def destroy(self) -> None:
         """Drop all graphs and give their memory back."""

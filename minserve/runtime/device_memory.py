@@ -7,6 +7,7 @@ capture.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.plan import Plan, measure
 from minserve.request import SamplingParams
 from minserve.roofline import H200, in_memory, shape_from_config
-from minserve.runtime.cuda_graph import VARIANTS, CudaRecorder, StepGraphs
+from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
@@ -29,6 +30,8 @@ from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
 _SCORED = 512
 """Prompt tokens that the trial step scores: several pieces, which are all of one size."""
+
+_TOKEN_BYTES = 8
 
 _ELSEWHERE_BYTES = 8 << 30
 """More than the driver and the libraries take: another process has a part of the GPU."""
@@ -78,7 +81,9 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], mixed: Sequence[int] 
         trials.append((StepGraphs(runner.prepare_prompts, [max(mixed)], recorder, kind="mixed"), mixed, 4 * config.hidden_size))
     if sizes:
         decode = StepGraphs(runner.prepare_padding, [max(sizes)], recorder, runner.kernels.forget_graphs)
-        trials.append((decode, sizes, (4 * config.vocab_size + 4 * config.hidden_size) * len(VARIANTS)))
+        trials.append((decode, sizes, 4 * config.vocab_size + 4 * config.hidden_size))
+        prepare = functools.partial(runner.prepare_sampling, decode)
+        trials.append((StepGraphs(prepare, [max(sizes)], recorder, kind="sampling"), sizes, _TOKEN_BYTES))
     total = 0
     for graphs, all_sizes, bytes_each in trials:
         torch.cuda.empty_cache()

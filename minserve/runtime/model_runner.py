@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,19 @@ from minserve.capture_flags import EAGER, CaptureFlags
 from minserve.kernels.interface import Kernels
 from minserve.models.forward_context import ForwardContext
 from minserve.models.model import Model
-from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
+from minserve.models.sampler import (
+    Logprobs,
+    SamplerState,
+    Variant,
+    gather_logprobs,
+    needs_general,
+    sample,
+    sample_again,
+    take_back,
+)
 from minserve.runtime import step_outcome
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
-from minserve.runtime.cuda_graph import VARIANTS, StepGraphs, Work
+from minserve.runtime.cuda_graph import Recorder, StepGraphs, Work
 from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, StepResult
@@ -122,6 +132,8 @@ class ModelRunner:
         )
         self.graphs: StepGraphs[Sampled] | None = None
         """Replayed for every step of decode rows alone; None runs them eagerly."""
+        self.sampling_graphs: StepGraphs[tuple[Tensor]] | None = None
+        """Replayed after a decode graph some of whose rows want another token than the argmax."""
         self.mixed_graphs: StepGraphs[tuple[Tensor]] | None = None
         """Replayed for every other step, up to the logits of those that no other rank takes part in; None: eager as well."""
         self.eager_reason = device.type if device.type == "cpu" else "no graphs"
@@ -228,8 +240,10 @@ class ModelRunner:
             assert self.mixed_graphs is not None
             sampled = self.sample(batch, self.mixed_graphs.replay(graph_size)[0], variant)
         else:
-            assert self.graphs is not None
-            sampled = self.graphs.replay(graph_size, variant)
+            assert self.graphs is not None and self.sampling_graphs is not None
+            sampled = self.graphs.replay(graph_size)
+            if variant == "general":
+                sampled = sampled._replace(tokens=self.sampling_graphs.replay(graph_size)[0])
         return _Forwarded(batch, sampled, refused, begun, graph_size)
 
     @torch.inference_mode()
@@ -277,8 +291,24 @@ class ModelRunner:
         plan = self.plan(batch)
 
         @torch.inference_mode()
-        def work(variant: Variant, flags: CaptureFlags) -> Sampled:
-            return self.forward_and_sample(batch, plan, variant, flags)
+        def work(flags: CaptureFlags) -> Sampled:
+            return self.forward_and_sample(batch, plan, "argmax", flags)
+
+        return work
+
+    @torch.inference_mode()
+    def prepare_sampling(self, graphs: StepGraphs[Sampled], size: int) -> Work[tuple[Tensor]]:
+        """The same for other tokens than the argmax, from the logits that a decode graph leaves."""
+        slots = self.batches.to_device(self.batches.stage(self.batches.padding(size), size)).sample_slots
+        left = graphs.result(size)
+        for tensor in left:  # where nothing was left yet
+            tensor.zero_()
+
+        @torch.inference_mode()
+        def work(flags: CaptureFlags) -> tuple[Tensor]:
+            del flags
+            take_back(slots, left.tokens, self.sampler)
+            return (sample(left.logits, slots, self.sampler, "general"),)
 
         return work
 
@@ -288,18 +318,42 @@ class ModelRunner:
         plan = self.plan(batch)
 
         @torch.inference_mode()
-        def work(variant: Variant, flags: CaptureFlags) -> tuple[Tensor]:
-            del variant
+        def work(flags: CaptureFlags) -> tuple[Tensor]:
             return (self.forward(batch, plan, flags),)
 
         return work
 
-    def use_graphs(self, graphs: StepGraphs[Sampled], mixed: StepGraphs[tuple[Tensor]] | None = None) -> None:
-        """From now on. Raises ValueError when a full step would not fit the largest graph."""
-        if graphs.largest < self.limits.max_num_seqs:
-            raise ValueError(f"the largest graph holds {graphs.largest} rows, and {self.limits.max_num_seqs} may run at once")
-        self.graphs, self.mixed_graphs = graphs, mixed
+    def capture(
+        self,
+        recorder: Recorder,
+        sizes: Sequence[int],
+        mixed_sizes: Sequence[int] = (),
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Steps of these batch sizes, and mixed ones of these tokens, which are replayed from now on. Raises ValueError when a
+        full step would not fit the largest graph, and what `StepGraphs.capture` raises."""
+        if max(sizes) < self.limits.max_num_seqs:
+            raise ValueError(f"the largest graph holds {max(sizes)} rows, and {self.limits.max_num_seqs} may run at once")
+        mixed = StepGraphs(self.prepare_prompts, mixed_sizes, recorder, kind="mixed") if mixed_sizes else None
+        graphs = StepGraphs(self.prepare_padding, sizes, recorder, self.kernels.forget_graphs)
+        draws = StepGraphs(functools.partial(self.prepare_sampling, graphs), sizes, recorder, kind="sampling")
+        self.mixed_graphs, self.graphs, self.sampling_graphs = mixed, graphs, draws
+        try:
+            if mixed is not None:
+                mixed.capture()
+            graphs.capture(on_progress)
+            draws.capture()
+        except BaseException:
+            self.drop_graphs()
+            raise
         self.eager_reason = f"more rows than the largest graph's {graphs.largest}"
+
+    def drop_graphs(self) -> None:
+        """Gives their memory back; steps run eagerly from now on."""
+        for graphs in (self.sampling_graphs, self.graphs, self.mixed_graphs):
+            if graphs is not None:
+                graphs.destroy()
+        self.graphs = self.sampling_graphs = self.mixed_graphs = None
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -308,7 +362,7 @@ class ModelRunner:
         if self.graphs is None or self.mixed_graphs is None:
             return
         tokens = self.mixed_graphs.sizes[0]
-        for size, variant in itertools.product(reversed(self.graphs.sizes), VARIANTS):
+        for size, variant in itertools.product(reversed(self.graphs.sizes), typing.get_args(Variant)):
             batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(1), tokens, sampling=size))
             self.sample(batch, self.mixed_graphs.result(tokens)[0], variant).tokens.tolist()  # the staging buffers take turns
 

@@ -47,7 +47,7 @@ _MARK = "spin_kernel"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """One batch: its graphs of each way to sample, and one eager run."""
+    """One batch: its graphs, and one eager run."""
 
     size: int
     real: int
@@ -61,7 +61,8 @@ class Trial:
         """For a person."""
         if self.kind == "mixed":
             return f"the mixed graph of {self.size} tokens ({self.real} filled)"
-        return f"the decode graph of batch size {self.size} ({variant} sampling, {self.real} rows filled)"
+        what = "decode" if variant == "argmax" else "sampling"
+        return f"the {what} graph of batch size {self.size} ({self.real} rows filled)"
 
 
 class _Doubt(NamedTuple):
@@ -151,7 +152,8 @@ def _check(
     step = (_random_step if decodes else _random_mixed_step)(runner, trial, dice)
     trial = dataclasses.replace(trial, real=step.num_tokens)
     graphs: StepGraphs[Any] | None = runner.graphs if decodes else runner.mixed_graphs
-    assert graphs is not None
+    draws = runner.sampling_graphs
+    assert graphs is not None and draws is not None
     _set_up_slots(runner.sampler, step, dice)
     if poison is not None:
         runner.sampler.last_tokens[runner.limits.max_num_seqs].fill_(poison)
@@ -166,51 +168,58 @@ def _check(
     cache.fill(step, trial.seed)
     places = cache.places(batch.attention.slot_mapping[: trial.real])
 
-    def sampled(left: Sampled) -> dict[str, Tensor]:
-        slots = batch.sample_slots[: trial.real]
-        last = {"last tokens": runner.sampler.last_tokens[slots], "output index": runner.sampler.output_index[slots]}
-        return {name: getattr(left, name)[: trial.real].clone() for name in ("logits", "tokens")} | last
+    def layers(hidden: Tensor) -> dict[str, Tensor]:
+        return {"hidden": hidden[: trial.real].clone(), "KV entries": cache.read(places)}
 
-    def replay(variant: Variant) -> dict[str, Tensor]:
+    def sampled(tokens: Tensor) -> dict[str, Tensor]:
+        slots = batch.sample_slots[: trial.real]
+        left = {"last tokens": runner.sampler.last_tokens[slots], "output index": runner.sampler.output_index[slots]}
+        return {"tokens": tokens[: trial.real].clone()} | left
+
+    def replay() -> dict[Variant, dict[str, Tensor]]:
         _put_back(runner.sampler, start)
         cache.poison(places)
-        for tensor in graphs.result(trial.size, variant):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-        left = graphs.replay(trial.size, variant)
-        hidden = left.hidden if decodes else left[0]
-        layers = {"hidden": hidden[: trial.real].clone(), "KV entries": cache.read(places)}
-        return layers | sampled(left) if decodes else layers
+        left = _replay_over_nan(graphs, trial.size)
+        if not decodes:
+            return {"argmax": layers(left[0])}
+        argmax = layers(left.hidden) | {"logits": left.logits[: trial.real].clone()} | sampled(left.tokens)
+        return {"argmax": argmax, "general": sampled(_replay_over_nan(draws, trial.size)[0])}
 
     def eager() -> dict[Variant, dict[str, Tensor]]:
-        """The layers do not know how their tokens will be sampled."""
         _put_back(runner.sampler, start)
         cache.poison(places)
         hidden = runner.forward(batch, plan)
-        layers = {"hidden": hidden[: trial.real].clone(), "KV entries": cache.read(places)}
-        results: dict[Variant, dict[str, Tensor]] = {}
-        for variant in graphs.variants:
+        results: dict[Variant, dict[str, Tensor]] = {"argmax": layers(hidden)}
+        if decodes:
+            left = runner.sample(batch, hidden, "argmax")
+            results["argmax"] |= {"logits": left.logits[: trial.real]} | sampled(left.tokens)
             _put_back(runner.sampler, start)
-            results[variant] = layers | sampled(runner.sample(batch, hidden, variant)) if decodes else layers
+            results["general"] = sampled(runner.sample(batch, hidden, "general").tokens)
         return results
 
     # The graphs first: what they read by mistake must not be what another run of the same batch has just left there.
-    replays: dict[Variant, list[dict[str, Tensor]]] = {}
-    for variant in graphs.variants:
-        if replays:  # graphs of a size share memory, where this leaves what their layers make of the tokens just sampled
-            graphs.replay(trial.size, graphs.variants[0])
-        replays[variant] = [replay(variant) for _ in range(trial.replays)]
+    first, *again = (replay() for _ in range(trial.replays))
     wanted = eager()
     doubts: list[_Doubt] = []
-    for variant, (first, *again) in replays.items():
+    for variant, values in first.items():
         what = trial.graph(variant)
         for second in again:
-            doubts += _differences(f"{what}: replayed twice with the same inputs, it does not repeat itself", first, second)
-        doubts += _differences(f"{what}: it does not equal an eager run of the same batch", first, wanted[variant])
-        doubts += _not_numbers(what, first)
+            doubts += _differences(
+                f"{what}: replayed twice with the same inputs, it does not repeat itself", values, second[variant]
+            )
+        doubts += _differences(f"{what}: it does not equal an eager run of the same batch", values, wanted[variant])
+        doubts += _not_numbers(what, values)
     cache.poison_pages()
     while_device_works()
     _settle(doubts)
-    return len(replays)
+    return len(first)
+
+
+def _replay_over_nan(graphs: StepGraphs[Any], size: int) -> Any:
+    """What is left in its result is what it has written."""
+    for tensor in graphs.result(size):
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    return graphs.replay(size)
 
 
 def _random_step(runner: ModelRunner, trial: Trial, dice: random.Random) -> ScheduledStep:
@@ -358,7 +367,7 @@ def _count_all_streams(runner: ModelRunner, graphs: StepGraphs[Sampled]) -> dict
     def replays() -> Iterator[Callable[[], object]]:
         for size in graphs.sizes:
             runner.prepare_padding(size)
-            yield functools.partial(graphs.replay, size, "argmax")
+            yield functools.partial(graphs.replay, size)
 
     found = kernel_streams(replays())
     counts = {size: len(set(streams)) for size, streams in zip(graphs.sizes, found, strict=False)}

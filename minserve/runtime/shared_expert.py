@@ -27,7 +27,6 @@ from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.streams import CudaLanes, Lanes, SharedExpertPolicy, plan_streams
 from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model
-from minserve.models.sampler import Variant
 from minserve.remembered import Remembered
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 
@@ -173,7 +172,7 @@ def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: La
     device = shape.device
     inputs: list[Tensor] = []  # the graphs read them where they lie
 
-    def prepare(size: int) -> Callable[[Variant, CaptureFlags], Tensor]:
+    def prepare(size: int) -> Callable[[CaptureFlags], Tensor]:
         hidden = torch.randn(size, shape.config.hidden_size, dtype=shape.dtype, device=device)
         num_tokens = torch.tensor([size], dtype=torch.int32, device=device)
         gain = torch.ones_like(hidden[0])
@@ -181,7 +180,7 @@ def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: La
         no_attention = typing.cast(AttentionMetadata, None)  # the MoE body reads nothing of it
 
         @torch.inference_mode()
-        def work(_variant: Variant, flags: CaptureFlags) -> Tensor:
+        def work(flags: CaptureFlags) -> Tensor:
             context = ForwardContext(no_attention, None, [], num_tokens, flags=flags)
             output = layer(hidden, context, plan_streams(policy, lanes, flags, size))
             return shape.kernels.add_rms_norm(output, hidden, gain, 1e-6)[0]  # it may be what sums the experts' rows
@@ -190,7 +189,7 @@ def _times(layer: nn.Module, shape: Shape, policy: SharedExpertPolicy, lanes: La
 
     graphs = StepGraphs(prepare, BATCHES, CudaRecorder(device))
     graphs.capture()
-    times = {size: _microseconds(lambda: graphs.replay(size, "argmax"), device) for size in BATCHES}  # noqa: B023
+    times = {size: _microseconds(lambda: graphs.replay(size), device) for size in BATCHES}  # noqa: B023
     graphs.destroy()
     return times
 

@@ -172,9 +172,9 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
         one.launch(step, rows_per_rank=rows_per_rank).result()
         set_up(one, step)
         one.launch(settled(step), rows_per_rank=rows_per_rank).result()
-    expected = graphs.result(rows, "argmax")
+    expected = graphs.result(rows)
     first = [tensor.clone() for tensor in expected]
-    logits = alone.graphs.result(rows, "argmax").logits.float()
+    logits = alone.graphs.result(rows).logits.float()
     parted = (first[1] - logits).norm(dim=1) / logits.norm(dim=1) > PARTED
     assert int(parted.sum()) <= rows // 16, (kind, policy, "rows of other experts", parted.nonzero().flatten().tolist())
     best = logits.topk(2).values
@@ -187,7 +187,7 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
     different, tokens = torch.zeros((), dtype=torch.int64, device=runner.device), tokens_of(runner)
     for _ in range(REPLAYS):
         runner.sampler.last_tokens.copy_(tokens)
-        graphs.replay(rows, "argmax")
+        graphs.replay(rows)
         for now, was in zip(expected, first, strict=True):
             different += (now != was).sum()
     assert int(different) == 0, (kind, policy, "a replay differed")
@@ -206,8 +206,7 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
     said = f"{rows} rows, error {error:.4f}, {int(parted.sum())} of other experts, {int(clear.sum())} clear"
     say(f"rank {rank}: {kind} {policy}: {said}, streams {proven.streams}")
     for one in (alone, runner):
-        assert one.graphs is not None
-        one.graphs.destroy()
+        one.drop_graphs()
 
 
 def connect(group: Group, max_num_seqs: int) -> Exchange:

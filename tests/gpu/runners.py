@@ -123,7 +123,6 @@ def small_runner(
 
 def capture(runner: ModelRunner, sizes: tuple[int, ...] | None = None) -> StepGraphs[Sampled]:
     sizes = sizes or (runner.limits.max_num_seqs,)
-    graphs = StepGraphs(runner.prepare_padding, sizes, CudaRecorder(DEVICE), runner.kernels.forget_graphs)
-    graphs.capture()
-    runner.use_graphs(graphs)
-    return graphs
+    runner.capture(CudaRecorder(DEVICE), sizes)
+    assert runner.graphs is not None
+    return runner.graphs

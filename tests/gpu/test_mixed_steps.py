@@ -11,7 +11,7 @@ from gpu.runners import small_runner
 from torch import Tensor
 
 from minserve.request import SamplingParams
-from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
+from minserve.runtime.cuda_graph import CudaRecorder
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
 from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
@@ -26,12 +26,7 @@ MODELS = [
 
 
 def capture(runner: ModelRunner, sizes: tuple[int, ...] = (128, 512)) -> None:
-    recorder = CudaRecorder(DEVICE)
-    mixed = StepGraphs(runner.prepare_prompts, sizes, recorder, kind="mixed")
-    mixed.capture()
-    graphs = StepGraphs(runner.prepare_padding, (4, runner.limits.max_num_seqs), recorder, runner.kernels.forget_graphs)
-    graphs.capture()
-    runner.use_graphs(graphs, mixed)
+    runner.capture(CudaRecorder(DEVICE), (4, runner.limits.max_num_seqs), sizes)
 
 
 @pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])

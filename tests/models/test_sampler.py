@@ -24,6 +24,7 @@ from minserve.models.sampler import (
     needs_general,
     sample,
     sample_again,
+    take_back,
 )
 from minserve.models.sampling_noise import log_exponential, row_keys, seed_key, token_id_steps
 from minserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -447,6 +448,25 @@ def test_both_variants_leave_the_same_state(device: torch.device, variant: Any) 
     assert state.last_tokens.tolist() == [1, 0, 2, 0]
     assert state.output_index.tolist() == [2, 0, 2, 0]
     assert state.token_counts.tolist() == [[0, 2, 0, 0, 0], [0] * 5, [0, 0, 2, 0, 0], [0] * 5]
+
+
+def test_what_is_taken_back_was_never_there(device: torch.device) -> None:
+    """The same tokens, and the same state for those that follow."""
+    logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(21)).to(device)
+    slots = torch.arange(70, device=device).clamp(max=66)  # some rows are padding, which shares a slot
+    outcomes = []
+    for way in ("at once", "instead of the argmax"):
+        state, drawn = SamplerState(66, 300, device), []
+        rules = {"temperature": 2.0, "frequency_penalty": 0.4, "min_tokens": 2, "stop_token_ids": (7,)}
+        for slot in range(66):
+            state.set_slot(slot, params(seed=slot, **rules), [], [])
+        for _ in range(3):
+            if way != "at once":
+                take_back(slots, sample(logits, slots, state, "argmax"), state)
+            drawn.append(sample(logits, slots, state, "general"))
+        outcomes.append((*drawn, state.output_index, state.token_counts, state.last_tokens))
+    assert all(torch.equal(first, second) for first, second in zip(*outcomes, strict=True))
+    assert outcomes[0][0].tolist() != logits.argmax(-1).tolist()
 
 
 def test_a_slots_next_request_inherits_nothing() -> None:

@@ -16,7 +16,6 @@ from minserve.capture_flags import CaptureFlags
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, kv_page_shape
 from minserve.runtime.capture_mode import current_flags
-from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
 
@@ -109,15 +108,8 @@ def with_graphs(
     sizes: tuple[int, ...],
     recorder: FakeRecorder | None = None,
     mixed_sizes: tuple[int, ...] = (),
-    mixed_recorder: FakeRecorder | None = None,
 ) -> ModelRunner:
-    graphs = StepGraphs(runner.prepare_padding, sizes, recorder or FakeRecorder(), runner.kernels.forget_graphs)
-    graphs.capture()
-    mixed = None
-    if mixed_sizes:
-        mixed = StepGraphs(runner.prepare_prompts, mixed_sizes, mixed_recorder or recorder or FakeRecorder(), kind="mixed")
-        mixed.capture()
-    runner.use_graphs(graphs, mixed)
+    runner.capture(recorder or FakeRecorder(), sizes, mixed_sizes)
     return runner
 
 

@@ -9,6 +9,7 @@ from runtime.scripted import make_limits
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
+from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.self_check import check_graphs
 
 
@@ -17,7 +18,11 @@ def mixed_runner(directory, *, sizes=(8, 40), recorder=None, limits=None, **kern
     limits = limits or make_limits(
         max_num_seqs=6, num_pages=40, page_size=16, max_model_len=128, vocab_size=320, chunked_prefill_size=40
     )
-    return with_graphs(runner_of(load(directory, table), table, limits), (limits.max_num_seqs,), None, sizes, recorder)
+    runner = with_graphs(runner_of(load(directory, table), table, limits), (limits.max_num_seqs,), mixed_sizes=sizes)
+    if recorder is not None:
+        runner.mixed_graphs = StepGraphs(runner.prepare_prompts, sizes, recorder, kind="mixed")
+        runner.mixed_graphs.capture()
+    return runner
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3_small", "qwen2_moe"])

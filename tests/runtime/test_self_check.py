@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from runtime.scripted import Loop, make_limits, request
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
-from minserve.runtime import self_check
+from minserve.models.sampler import sample
+from minserve.runtime import model_runner, self_check
 from minserve.runtime.self_check import check_graphs
 
 
@@ -84,9 +86,9 @@ class Unwritten(FakeGraph):
     """Leaves one of its outputs as it was."""
 
     def replay(self):
-        logits = self._result.logits.clone()
+        kept = self._result[-1].clone()
         super().replay()
-        self._result.logits.copy_(logits)
+        self._result[-1].copy_(kept)
 
 
 class Unsteady(FakeGraph):
@@ -94,15 +96,15 @@ class Unsteady(FakeGraph):
 
     def replay(self):
         super().replay()
-        self._result.logits[0, 0] += self.replays
+        self._result[-1][0] += self.replays
 
 
 @pytest.mark.parametrize(
     ("graph_type", "words"),
     [
         (Frozen, "does not"),
-        (Unwritten, "does not equal an eager run of the same batch: logits differ in rows 0, 1"),
-        (Unsteady, "does not repeat itself: logits differ in row 0 "),
+        (Unwritten, "does not equal an eager run of the same batch: hidden differ in rows 0, 1"),
+        (Unsteady, "does not repeat itself: hidden differ in row 0 "),
     ],
 )
 def test_faulty_graphs_are_refused(tiny_dir, graph_type, words):
@@ -180,48 +182,35 @@ class LastRow(FakeGraph):
 
     def replay(self):
         super().replay()
-        self._result.logits[-1] += 1
+        self._result[-1][-1] += 1
 
 
 def test_a_fault_of_the_last_row_is_noticed(tiny_dir):
     recorder = FakeRecorder(graph_type=LastRow)
     message = refusal(checked_runner(tiny_dir("qwen3_moe"), sizes=(6,), recorder=recorder))
-    assert "6 rows filled): it does not equal an eager run of the same batch: logits differ in row 5 " in message
-
-
-@pytest.mark.parametrize("layer", [0, -1])
-def test_what_only_the_other_way_to_sample_computes_is_noticed(tiny_dir, layer):
-    """Graphs of one size share memory: a general one that waits for a layer too little finds what the argmax one has left."""
-    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(6,))
-    mlp = runner.model.layers[layer].mlp
-    compute, left, stale = mlp.forward, [torch.zeros(6, runner.model.config.hidden_size)], []
-
-    def forward(*inputs):
-        if not stale:
-            left[0].copy_(compute(*inputs))
-        return left[0].clone()
-
-    class Hasty(FakeGraph):
-        def replay(self):
-            stale.append(self)
-            super().replay()
-            stale.clear()
-
-    mlp.forward = forward
-    graph, result = runner.graphs._graphs[6, "general"]
-    runner.graphs._graphs[6, "general"] = Hasty(graph._work, result), result
-    assert "(general sampling, 5 rows filled): it does not equal an eager run of the same batch: hidden" in refusal(runner)
+    assert "6 rows filled): it does not equal an eager run of the same batch: hidden differ in row 5 " in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])
-@pytest.mark.parametrize("variants", [("argmax", "general"), ("general", "argmax")])
-def test_a_graph_that_samples_in_the_other_way_is_noticed(tiny_dir, size, variants):
-    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(size,), limits=limits_of(max_num_seqs=size))
-    right, wrong = variants
-    runner.graphs._graphs[size, right] = runner.graphs._graphs[size, wrong]
-    message = refusal(runner)
-    assert f"{right} sampling" in message
-    assert "tokens differ" in message
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"sample": lambda logits, slots, state, _: sample(logits, slots, state, "general")}, r"decode graph .*tokens differ"),
+        ({"sample": lambda logits, slots, state, _: sample(logits, slots, state, "argmax")}, r"sampling graph .*tokens differ"),
+        ({"take_back": lambda *_: None}, r"sampling graph .*(tokens|output index) differ"),
+    ],
+    ids=["decode", "sampling", "take back"],
+)
+def test_graphs_that_sample_in_another_way_are_noticed(tiny_dir, monkeypatch, size, fault, words):
+    class Otherwise(FakeGraph):
+        def replay(self):
+            with monkeypatch.context() as patch:
+                for name, value in fault.items():
+                    patch.setattr(model_runner, name, value)
+                super().replay()
+
+    limits, recorder = limits_of(max_num_seqs=size), FakeRecorder(graph_type=Otherwise)
+    assert re.search(words, refusal(checked_runner(tiny_dir("qwen3_moe"), sizes=(size,), recorder=recorder, limits=limits)))
 
 
 def test_without_graphs_there_is_nothing_to_compare(tiny_dir):

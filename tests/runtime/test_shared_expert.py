@@ -136,7 +136,7 @@ def test_a_timed_step_holds_the_norm_that_sums(
 
         def capture(self) -> None:
             for work in self.work.values():
-                work("argmax", EAGER)
+                work(EAGER)
 
         def destroy(self) -> None:
             pass
