@@ -108,8 +108,9 @@ def dummy_weights(model: LoadableModel, seed: int) -> LoadReport:
     destinations = list(model.destinations())
     bytes_written = prove_coverage(model.state_dict(), destinations)
     with torch.inference_mode():
+        generator = torch.Generator(destinations[0].target.device)
         for destination in destinations:
-            _fill(destination, seed)
+            _fill(destination, seed, generator)
     return LoadReport(directory=None, bytes_written=bytes_written, seconds=time.monotonic() - started)
 
 
@@ -204,10 +205,10 @@ def compare_tied_head(proof: LoadProof, checkpoint: Checkpoint, reader: WeightRe
     ]
 
 
-def _fill(destination: Destination, seed: int) -> None:
+def _fill(destination: Destination, seed: int, generator: torch.Generator) -> None:
     name, target = destination.name, destination.target.detach()
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     leaf = name.rpartition(".")[2]
     if target.dtype == torch.int32:
         target.random_(-(2**31), 2**31 - 1, generator=generator)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from minserve.runtime.model_runner import ModelRunner, Sampled
 from minserve.runtime.poisoned_cache import PoisonedCache
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep
+from minserve.runtime.step_outcome import mark
 
 MOST_STREAMS = 3
 """At replay, whatever the number of layers: main, alt, and one that a library may own."""
@@ -66,11 +68,29 @@ class Trial:
 
 
 class _Doubt(NamedTuple):
-    """Rows that should have passed a comparison; whether one did not, the device knows before the host does."""
+    """Rows that should have passed a comparison."""
 
     broken: Tensor
     """bool [real]"""
     sentence: Callable[[], str]
+
+
+class _Doubts:
+    """All of a trial, on their way to the host."""
+
+    def __init__(self, doubts: list[_Doubt]) -> None:
+        found = torch.stack([doubt.broken for doubt in doubts]).any(1)
+        self._doubts = doubts
+        self._found = found.to("cpu", non_blocking=True)
+        self._arrived = mark(found.device)
+
+    def settle(self) -> None:
+        """Waits for the device. Raises SelfCheckFailed with the first that was right."""
+        if isinstance(self._arrived, torch.cuda.Event):
+            self._arrived.synchronize()
+        for doubt, broken in zip(self._doubts, self._found.tolist(), strict=True):
+            if broken:
+                raise SelfCheckFailed(doubt.sentence())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,18 +112,29 @@ def check_graphs(
     graphs = runner.graphs
     if graphs is None:
         return GraphVerdict(0, {})
-    trials = list(_trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages)))
+    trials = _trials(graphs.sizes, level, min(runner.limits.max_num_seqs, runner.limits.num_pages))
     if runner.mixed_graphs is not None:
         sizes = _replayed(runner.mixed_graphs.sizes, runner.limits)
         mixed = [_mixed_trial(size, level, len(trials) + size, smallest=size == sizes[0]) for size in reversed(sizes)]
-        trials = mixed + trials
+        # In turns: while the device computes a large batch, the host launches a small one.
+        trials = [trial for pair in itertools.zip_longest(mixed, trials) for trial in pair if trial is not None]
     before = _copies(runner.sampler, (*_STATE[:-1], "reals", "integers"))
     cache = PoisonedCache(runner.kv_cache, runner.model.attention_shape, runner.limits.page_size)
     comparisons = 0
     try:
         with _poisoned_token(runner.model) as poison:
+            last: _Doubts | None = None
             for done, trial in enumerate(trials):
-                comparisons += _check(runner, trial, cache, poison, functools.partial(on_progress, done / len(trials)))
+                before_last = last
+                try:
+                    compared, last = _launch(runner, trial, cache, poison)
+                    on_progress(done / len(trials))
+                finally:  # whatever a trial runs into, the one before may know why
+                    if before_last is not None:
+                        before_last.settle()
+                comparisons += compared
+            if last is not None:
+                last.settle()
         streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
     finally:
         cache.clear()
@@ -143,10 +174,8 @@ def _replayed(sizes: tuple[int, ...], limits: Limits) -> list[int]:
 
 
 @torch.inference_mode()
-def _check(
-    runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int | None, while_device_works: Callable[[], None]
-) -> int:
-    """How many graphs were compared. The host waits for the device at the end alone: most eager runs keep it busier."""
+def _launch(runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int | None) -> tuple[int, _Doubts]:
+    """How many graphs are compared, and with what outcome. Waits for nothing."""
     dice = random.Random(trial.seed)
     decodes = trial.kind == "decode"
     step = (_random_step if decodes else _random_mixed_step)(runner, trial, dice)
@@ -210,9 +239,7 @@ def _check(
         doubts += _differences(f"{what}: it does not equal an eager run of the same batch", values, wanted[variant])
         doubts += _not_numbers(what, values)
     cache.poison_pages()
-    while_device_works()
-    _settle(doubts)
-    return len(first)
+    return len(first), _Doubts(doubts)
 
 
 def _replay_over_nan(graphs: StepGraphs[Any], size: int) -> Any:
@@ -332,13 +359,6 @@ def _not_numbers(what: str, values: dict[str, Tensor]) -> Iterator[_Doubt]:
 
 def _not_a_number(what: str, name: str, broken: Tensor) -> str:
     return f"{what}: {name} of {_rows(broken)} are not numbers; padding or unused cache reaches them"
-
-
-def _settle(doubts: list[_Doubt]) -> None:
-    """Waits for the device. Raises SelfCheckFailed with the first that was right."""
-    for doubt, broken in zip(doubts, torch.stack([doubt.broken for doubt in doubts]).any(1).tolist(), strict=True):
-        if broken:
-            raise SelfCheckFailed(doubt.sentence())
 
 
 def _bits(values: Tensor) -> Tensor:
