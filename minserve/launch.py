@@ -190,7 +190,7 @@ def _engine(config: Config, module: str, seat: Seat = ALONE) -> Iterator[tuple[s
                 descriptors.append(theirs.enter_context(far).fileno())
             told = {seats.DESCRIPTOR_VARIABLE: ",".join(map(str, descriptors)), seats.SEAT_VARIABLE: seats.encode(seat)}
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
+                [sys.executable, "-P", "-m", module, config.device],
                 env=engine_environment(config, seat) | told,
                 pass_fds=[*descriptors, *([] if seat.listener is None else [seat.listener])],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,7 @@
-"""Where an engine process begins: imports the engine, and where that cannot be, says so to the front. Knows no engine itself."""
+"""Where an engine process begins: opens its GPU, imports the engine, and where that cannot be, says so to the front.
+
+Knows no engine itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import NoReturn
 from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
 from minserve.messages import Fatal
 from minserve.runtime.connection import FrontConnection, FrontGone
+from minserve.seat import own_seat
 
 _NO_ROOM = ("failed to map", "cannot allocate", "out of memory")
 """How the loader of shared libraries says that memory is short."""
@@ -24,14 +28,21 @@ def _fault(error: BaseException) -> ServerError:
     return EnvironmentFault(f"the engine's libraries cannot be loaded ({reason}); install minserve's dependencies again")
 
 
-def _wake_driver() -> None:
-    """CUDA's driver takes its time to start, as torch does: they may start side by side. No device is touched."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
+def _open_gpu() -> None:
+    """CUDA's driver takes its time to start and to open a GPU, as torch's import does: they may go side by side. The GPU is the
+    one that the engine will claim, whose context torch then finds."""
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+            return  # torch will say what is wrong
+        driver.cuDeviceGet(ctypes.byref(device), own_seat().local_rank % count.value)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def main() -> NoReturn:
-    threading.Thread(target=_wake_driver, daemon=True).start()
+    if sys.argv[1:] != ["cpu"]:
+        threading.Thread(target=_open_gpu, daemon=True).start()
     gc.disable()  # imports make a million objects, and none of them is garbage; the engine enables it once it is ready
     try:
         from minserve.runtime import engine

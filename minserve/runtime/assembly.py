@@ -33,9 +33,10 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
-from minserve.runtime import device_memory, expert_exchange, first_uses, kv_cache, parallel, proof, shared_expert
+from minserve.runtime import device_memory, expert_exchange, kv_cache, parallel, proof, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
+from minserve.runtime.first_uses import FirstUses
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.parallel import Group
@@ -95,17 +96,21 @@ def assemble(
     directory = model_directory(config)
     model_config = load_model_config(directory)
     timeline.begin("stack")
-    backend = choose_backend(config, model_config, whole_gpu=group.sharers == 1)
+    uses = FirstUses()
+    backend = choose_backend(config, model_config, uses, whole_gpu=group.sharers == 1)
     if backend.on_gpu:
         gc.freeze()  # what the libraries are made of stays, and captures collect what does not
     if backend.device.type == "cpu":
         config = msgspec.structs.replace(config, chunked_prefill_size=min(config.chunked_prefill_size, CPU_STEP_TOKENS))
     prove_same_model(config, model_config, backend, group)
+    if group.seat.num_ranks > 1:
+        uses.wait()  # nothing shall load while the ranks' first kernels wait for each other
     exchange = connect(config, model_config, backend, group)
     config = config if exchange is None else exchange.adjusted(config)
-    model, report, plan = load(config, directory, model_config, backend, timeline, exchange)
+    model, report, plan = load(config, directory, model_config, backend, timeline, exchange, uses)
 
     timeline.begin("kv cache")
+    uses.wait()
     mixed = mixed_graph_sizes(config, backend.device, exchange)
     if exchange is not None and backend.on_gpu:
         with exchange.rehearsal(model):
@@ -130,8 +135,11 @@ def assemble(
     return Parts(model, Scheduler(limits), runner, info)
 
 
-def choose_backend(config: Config, model_config: ModelConfig, *, whole_gpu: bool = True) -> Backend:
-    """Raises EnvironmentFault for a device that is not there, and what the choice of a stack raises."""
+def choose_backend(
+    config: Config, model_config: ModelConfig, uses: FirstUses | None = None, *, whole_gpu: bool = True
+) -> Backend:
+    """Starts `uses` beside the stack's imports. Raises EnvironmentFault for a device that is not there, and what the choice of a
+    stack raises."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFault("--device cuda: torch finds no CUDA device here; use --device cpu")
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -140,8 +148,9 @@ def choose_backend(config: Config, model_config: ModelConfig, *, whole_gpu: bool
     stack = "deterministic" if config.deterministic else config.stack
     natural = DTYPES[model_config.dtype] if on_gpu else torch.float32  # a CPU is slow at 16 bits and exact at 32
     dtype = natural if config.dtype == "auto" else DTYPES[config.dtype]
-    with first_uses.beside(device, dtype, model_config.vocab_size):
-        choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher, whole_gpu=whole_gpu)
+    if uses is not None:
+        uses.start(device, dtype, model_config.vocab_size)
+    choice, kernels = stacks.open_stack(stack, device, _remembered(config), dispatcher, whole_gpu=whole_gpu)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     return Backend(device, dtype, kv_dtype, kernels, choice.reason)
 
@@ -210,8 +219,15 @@ def load(
     backend: Backend,
     timeline: Timeline,
     exchange: Exchange | None = None,
+    uses: FirstUses | None = None,
 ) -> tuple[Decoder, LoadReport, SharedExpertPlan]:
     """The model with its weights, of the checkpoint or random ones; of the experts only those that the exchange places here."""
+
+    def before_measure() -> None:
+        timeline.begin("shared expert")
+        if uses is not None:
+            uses.wait()
+
     timeline.begin("checkpoint")
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(directory)
@@ -222,7 +238,7 @@ def load(
         captured=bool(graph_sizes(config, backend.device)),
         spread=exchange is not None,
         remembered=_remembered(config),
-        on_measure=lambda: timeline.begin("shared expert"),
+        on_measure=before_measure,
     )
     timeline.begin("build")
     with kv_cache.refusal_of_memory(_weights_title(formats, backend.kernels)):

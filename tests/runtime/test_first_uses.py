@@ -18,7 +18,7 @@ def test_every_use_works_and_draws_no_random_number(vocab_size):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_imports_go_on_meanwhile_and_a_fault_is_left_to_whoever_meets_it_next(monkeypatch):
+def test_others_go_on_meanwhile_and_a_fault_is_left_to_whoever_meets_it_next(monkeypatch):
     begun, ended, usual = threading.Event(), threading.Event(), sys.getswitchinterval()
     unheeded = []
     monkeypatch.setattr(threading, "excepthook", unheeded.append)
@@ -29,9 +29,11 @@ def test_the_imports_go_on_meanwhile_and_a_fault_is_left_to_whoever_meets_it_nex
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(first_uses, "use", use)
-    with first_uses.beside(torch.device("cuda", 0), torch.bfloat16, 320):
-        assert not ended.is_set()
-        begun.set()
+    uses = first_uses.FirstUses()
+    uses.start(torch.device("cuda", 0), torch.bfloat16, 320)
+    assert not ended.is_set()
+    begun.set()
+    uses.wait()
     assert ended.is_set()
     assert not unheeded
     assert sys.getswitchinterval() == usual
@@ -40,6 +42,7 @@ def test_the_imports_go_on_meanwhile_and_a_fault_is_left_to_whoever_meets_it_nex
 def test_a_cpu_has_nothing_to_load(monkeypatch):
     used = []
     monkeypatch.setattr(first_uses, "use", lambda *what: used.append(what))
-    with first_uses.beside(torch.device("cpu"), torch.float32, 320):
-        pass
+    uses = first_uses.FirstUses()
+    uses.start(torch.device("cpu"), torch.float32, 320)
+    uses.wait()
     assert not used
