@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+GraphKind = Literal["decode", "mixed", "sampling"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureFlags:
@@ -13,7 +15,7 @@ class CaptureFlags:
     capturing: bool = False
     """True in warm-up and record alike, so that both take the same branches."""
     phase: Literal["none", "warm-up", "record"] = "none"
-    kind: Literal["none", "decode", "mixed", "sampling"] = "none"
+    kind: Literal["none"] | GraphKind = "none"
     padded_batch_size: int = 0
     disable_dispose_tensor: bool = False
     allow_overlap: bool = False

@@ -6,13 +6,13 @@ from typing import Any
 
 from runtime.graph_doubles import FakeRecorder
 
-from minserve.runtime import engine, proof
+from minserve.runtime import captured_steps, engine, proof
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
 
 
 def prove(_config: Any, _model: Any, runner: ModelRunner, *_: Any) -> dict[str, Any]:
-    runner.capture(FakeRecorder(), (2, runner.limits.max_num_seqs))
+    captured_steps.capture(runner, FakeRecorder(), (2, runner.limits.max_num_seqs))
     check_graphs(runner, "fast")
     return {"verdict": "passed"}
 

@@ -36,7 +36,7 @@ _SPARSE = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS
 class SamplerState:
     """The buffers. Slots 0 to max_slots - 1 belong to requests; slot `max_slots` is scratch for the padding of graphs.
 
-    Only `set_slot`, `clear_slot` and `sample` write to them, always on the current stream.
+    Only `set_slot`, `clear_slot`, `sample` and `take_back` write to them, always on the current stream.
     """
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
@@ -60,13 +60,13 @@ class SamplerState:
         self.in_prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         """Whether each id is in the prompt; meaningful only for slots with a repetition penalty."""
         self.broken_rows = torch.zeros(rows, dtype=torch.int32, device=device)
-        """How often each slot's logits had no finite maximum; its token was 0 then."""
+        """How often a token was drawn from each slot's logits though they had no finite maximum; it was 0 then."""
         self.one = torch.ones(1, dtype=torch.int32, device=device)
         self.id_steps = token_id_steps(vocab_size, device)
 
     @property
     def nan_rows(self) -> Tensor:
-        """int64 []: rows so far without a finite maximum, padding not counted; summed on the device when asked for."""
+        """int64 []: such draws so far, padding not counted; summed on the device when asked for."""
         return self.broken_rows[: self.max_slots].sum()
 
     def set_slot(
@@ -132,7 +132,7 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, variant: Variant)
 
 def take_back(slots: Tensor, tokens: Tensor, state: SamplerState) -> None:
     """The tokens int64 [N] that `sample` has just recorded for these slots, so that others can be drawn instead, with the same
-    random numbers. A row without a finite maximum stays counted. Capturable."""
+    random numbers. What was counted in `broken_rows` stays counted. Capturable."""
     less = -state.one.expand_as(slots)
     state.output_index.index_add_(0, slots, less)
     state.token_counts.view(-1).index_add_(0, torch.add(tokens, slots, alpha=state.vocab_size), less)

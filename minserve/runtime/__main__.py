@@ -28,23 +28,39 @@ def _fault(error: BaseException) -> ServerError:
     return EnvironmentFault(f"the engine's libraries cannot be loaded ({reason}); install minserve's dependencies again")
 
 
-def _open_gpu() -> None:
-    """CUDA's driver takes its time to start and to open a GPU, as torch's import does: they may go side by side. The GPU is the
-    one that the engine will claim, whose context torch then finds."""
-    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-            return  # torch will say what is wrong
-        driver.cuDeviceGet(ctypes.byref(device), own_seat().local_rank % count.value)
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+class _OpenedGpu:
+    """The one that the engine will claim. The driver takes its time to start and to open it, as torch takes to import: both side
+    by side. Torch then finds its context."""
+
+    def __init__(self) -> None:
+        self._driver: ctypes.CDLL | None = None
+        self._device = ctypes.c_int()
+        self._opening = threading.Thread(target=self._open, daemon=True)
+        self._opening.start()
+
+    def _open(self) -> None:
+        count, context = ctypes.c_int(), ctypes.c_void_p()
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            driver = ctypes.CDLL("libcuda.so.1")
+            if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+                return  # torch will say what is wrong
+            driver.cuDeviceGet(ctypes.byref(self._device), own_seat().local_rank % count.value)
+            if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device) == 0:
+                self._driver = driver
+
+    def close(self) -> None:
+        """Gives back what it takes of the GPU's memory."""
+        self._opening.join()
+        if self._driver is not None:
+            self._driver.cuDevicePrimaryCtxRelease(self._device)
 
 
 def main() -> NoReturn:
-    if sys.argv[1:] != ["cpu"]:
-        threading.Thread(target=_open_gpu, daemon=True).start()
+    gpu = None if sys.argv[1:] == ["cpu"] else _OpenedGpu()
     gc.disable()  # imports make a million objects, and none of them is garbage; the engine enables it once it is ready
     try:
+        import torch
+
         from minserve.runtime import engine
     except (ImportError, MemoryError, OSError) as error:
         fault = _fault(error)
@@ -53,6 +69,8 @@ def main() -> NoReturn:
         except (KeyError, ValueError, OSError, FrontGone):
             sys.stderr.write(f"minserve: error: {fault}\n")
         sys.exit(fault.exit_code)
+    if gpu is not None and not torch.cuda.is_available():
+        gpu.close()  # a torch for CPUs, on a machine that has GPUs
     gc.freeze()
     engine.leave(engine.main())
 

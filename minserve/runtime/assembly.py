@@ -33,7 +33,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config, load_weights, open_checkpoint
 from minserve.remembered import Remembered
-from minserve.runtime import device_memory, expert_exchange, kv_cache, parallel, proof, shared_expert
+from minserve.runtime import captured_steps, device_memory, expert_exchange, kv_cache, parallel, proof, shared_expert
 from minserve.runtime.cuda_graph import CudaRecorder, capture_sizes, mixed_sizes
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.first_uses import FirstUses
@@ -127,7 +127,7 @@ def assemble(
     graphs = capture(config, runner, timeline)
     meanwhile = functools.partial(while_device_works, model_config.vocab_size)
     checked = proof.prove(config, model, runner, backend.kv_dtype, timeline, group, meanwhile)
-    runner.rehearse()
+    captured_steps.rehearse(runner)
     info = _describe(config, model, backend, size, report, plan, group, exchange) | graphs | {"self_check": checked}
     info["effective"]["self check"] = checked["verdict"]
     info["memory_forecast"] = predicted_against_measured(config, model, backend, size, report)
@@ -200,7 +200,7 @@ def capture(config: Config, runner: ModelRunner, timeline: Timeline) -> dict[str
             runner.eager_reason = "--enforce-eager"
         return {"captured_batch_sizes": [], "captured_step_tokens": [], "graph_memory_bytes": {}}
     timeline.begin("graphs")
-    runner.capture(CudaRecorder(runner.device), sizes, runner.limits.mixed_sizes, timeline.progress)
+    captured_steps.capture(runner, CudaRecorder(runner.device), sizes, runner.limits.mixed_sizes, timeline.progress)
     assert runner.graphs is not None
     memory = {str(batch): runner.graphs.memory_bytes[batch] for batch in sizes}
     made = {"mixed graphs": runner.mixed_graphs, "decode graphs": runner.graphs, "sampling graphs": runner.sampling_graphs}

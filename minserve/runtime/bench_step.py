@@ -32,7 +32,7 @@ from minserve.models.layers.router import Router
 from minserve.models.layers.streams import CudaLanes, SharedExpertPolicy
 from minserve.models.registry import load_model_config
 from minserve.request import SamplingParams
-from minserve.runtime import assembly, kv_cache, parallel
+from minserve.runtime import assembly, captured_steps, kv_cache, parallel
 from minserve.runtime.assembly import Backend
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import InFlight, ModelRunner, Sampled
@@ -249,7 +249,7 @@ def _measure(runner: ModelRunner, step: ScheduledStep, mode: str, floor: float, 
     median = statistics.median(times)
     device = _device_time(runner, later, graphs, steps)
     if graphs is not None:
-        runner.drop_graphs()
+        captured_steps.drop(runner)
     measured = {"batch": batch, "mode": mode, "step": median, "spread": (max(times) - min(times)) / median}
     return measured | {"device": device, "floor": floor, "share": floor / median}
 
@@ -267,7 +267,7 @@ def _trace(runner: ModelRunner, mode: str, step: ScheduledStep, folder: Path | N
     runner.sampler.last_tokens.copy_(_random_tokens(runner, rank)[0])
     runner.launch(step).result()
     traced = trace(runner, _settled(step), lambda: graphs.replay(batch), recorder.graphs[0])
-    runner.drop_graphs()
+    captured_steps.drop(runner)
     if folder is not None:
         _console().print(table(traced), edge_table(traced))
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +291,7 @@ def _capture(runner: ModelRunner, mode: str, batch: int, recorder: CudaRecorder 
     model, policy = runner.model, policies.get(mode, "serial")
     assert isinstance(model, Decoder)
     model.shared_expert, model.lanes = policy, CudaLanes(runner.device) if policy == "overlap" else None
-    runner.capture(recorder or CudaRecorder(runner.device), [batch])
+    captured_steps.capture(runner, recorder or CudaRecorder(runner.device), [batch])
     assert runner.graphs is not None
     return runner.graphs
 

@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Literal
 
-from minserve.capture_flags import EAGER, CaptureFlags
+from minserve.capture_flags import EAGER, CaptureFlags, GraphKind
 
 _current: contextvars.ContextVar[CaptureFlags] = contextvars.ContextVar("capture_flags", default=EAGER)
 
@@ -22,7 +22,7 @@ def capture_mode(
     phase: Literal["warm-up", "record"],
     *,
     padded_batch_size: int,
-    kind: Literal["decode", "mixed", "sampling"] = "decode",
+    kind: GraphKind = "decode",
 ) -> Iterator[CaptureFlags]:
     """Everything inside runs, or is recorded, under capture rules.
 

@@ -10,11 +10,11 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from minserve.capture_flags import CaptureFlags
+from minserve.capture_flags import CaptureFlags, GraphKind
 from minserve.errors import DoesNotFit, EnvironmentFault, ServerError
 from minserve.kernels.interface import LEAST_MIXED_TOKENS
 from minserve.runtime.capture_mode import capture_mode
@@ -26,8 +26,7 @@ _LATER_STEP = 128
 
 Result = TypeVar("Result")
 Work = Callable[[CaptureFlags], Result]
-Kind = Literal["decode", "mixed", "sampling"]
-_TITLES: dict[Kind, str] = {
+_TITLES: dict[GraphKind, str] = {
     "decode": "decode step of batch size {}",
     "mixed": "mixed step of {} tokens",
     "sampling": "sampling of {} rows",
@@ -147,7 +146,7 @@ class StepGraphs(Generic[Result]):
         sizes: Sequence[int],
         recorder: Recorder,
         forget: Callable[[], None] = lambda: None,
-        kind: Kind = "decode",
+        kind: GraphKind = "decode",
     ) -> None:
         """prepare: given a size, fills its static buffers with padding and plans for them; what it returns is captured.
         forget: called once the graphs are gone, for plans that belong to them."""

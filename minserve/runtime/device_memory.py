@@ -7,7 +7,6 @@ capture.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from minserve.models.model_config import ModelConfig
 from minserve.plan import Plan, measure
 from minserve.request import SamplingParams
 from minserve.roofline import H200, in_memory, shape_from_config
+from minserve.runtime.captured_steps import decode_graphs, mixed_graphs, sampling_graphs
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.kv_cache import KVPlan
 from minserve.runtime.model_runner import ModelRunner
@@ -30,8 +30,6 @@ from minserve.runtime.step import ScheduledRow, ScheduledStep, SlotSetup
 
 _SCORED = 512
 """Prompt tokens that the trial step scores: several pieces, which are all of one size."""
-
-_TOKEN_BYTES = 8
 
 _ELSEWHERE_BYTES = 8 << 30
 """More than the driver and the libraries take: another process has a part of the GPU."""
@@ -78,12 +76,11 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], mixed: Sequence[int] 
     device, config, recorder = runner.device, runner.model.config, CudaRecorder(runner.device)
     trials: list[tuple[StepGraphs[Any], Sequence[int], int]] = []
     if mixed:
-        trials.append((StepGraphs(runner.prepare_prompts, [max(mixed)], recorder, kind="mixed"), mixed, 4 * config.hidden_size))
+        trials.append((mixed_graphs(runner, [max(mixed)], recorder), mixed, 4 * config.hidden_size))
     if sizes:
-        decode = StepGraphs(runner.prepare_padding, [max(sizes)], recorder, runner.kernels.forget_graphs)
+        decode = decode_graphs(runner, [max(sizes)], recorder)
         trials.append((decode, sizes, 4 * config.vocab_size + 4 * config.hidden_size))
-        prepare = functools.partial(runner.prepare_sampling, decode)
-        trials.append((StepGraphs(prepare, [max(sizes)], recorder, kind="sampling"), sizes, _TOKEN_BYTES))
+        trials.append((sampling_graphs(runner, decode, recorder), sizes, 8))  # token ids
     total = 0
     for graphs, all_sizes, bytes_each in trials:
         torch.cuda.empty_cache()

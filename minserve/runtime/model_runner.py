@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +20,10 @@ from minserve.capture_flags import EAGER, CaptureFlags
 from minserve.kernels.interface import Kernels
 from minserve.models.forward_context import ForwardContext
 from minserve.models.model import Model
-from minserve.models.sampler import (
-    Logprobs,
-    SamplerState,
-    Variant,
-    gather_logprobs,
-    needs_general,
-    sample,
-    sample_again,
-    take_back,
-)
+from minserve.models.sampler import Logprobs, SamplerState, Variant, gather_logprobs, needs_general, sample, sample_again
 from minserve.runtime import step_outcome
 from minserve.runtime.batch import Batch, BatchBuilder, StagedBatch
-from minserve.runtime.cuda_graph import Recorder, StepGraphs, Work
+from minserve.runtime.cuda_graph import StepGraphs
 from minserve.runtime.grammar import TokenMasks
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep, StepResult
@@ -41,6 +31,7 @@ from minserve.runtime.step_outcome import Moment, Outcome, mark
 
 SCORING_LOGITS_BYTES = 64 << 20
 """Prompt scoring goes through the head in pieces of this many bytes of logits."""
+NO_GRAPHS = "no graphs"
 BESIDE_PROMPTS = "another rank reads a long prompt"
 """Why a step that all ranks take together is no captured one."""
 
@@ -136,7 +127,7 @@ class ModelRunner:
         """Replayed after a decode graph some of whose rows want another token than the argmax."""
         self.mixed_graphs: StepGraphs[tuple[Tensor]] | None = None
         """Replayed for every other step, up to the logits of those that no other rank takes part in; None: eager as well."""
-        self.eager_reason = device.type if device.type == "cpu" else "no graphs"
+        self.eager_reason = device.type if device.type == "cpu" else NO_GRAPHS
         """Why decode steps run without a graph, where they do."""
         self.low_latency_rows: int | None = None
         """Where several ranks share the experts: while none has more tokens in a step, each may replay a graph of its own size;
@@ -284,87 +275,6 @@ class ModelRunner:
     def plan(self, batch: Batch) -> Any:
         """Attention's host work for this batch: before its forward and before its graph's replay alike."""
         return self.kernels.plan_attention(batch.attention, self.model.attention_shape)
-
-    def prepare_padding(self, size: int) -> Work[Sampled]:
-        """For `StepGraphs`: a batch of padding at the size's addresses, as the work that its graphs record."""
-        batch = self.batches.to_device(self.batches.stage(self.batches.padding(size), size))
-        plan = self.plan(batch)
-
-        @torch.inference_mode()
-        def work(flags: CaptureFlags) -> Sampled:
-            return self.forward_and_sample(batch, plan, "argmax", flags)
-
-        return work
-
-    @torch.inference_mode()
-    def prepare_sampling(self, graphs: StepGraphs[Sampled], size: int) -> Work[tuple[Tensor]]:
-        """The same for other tokens than the argmax, from the logits that a decode graph leaves."""
-        slots = self.batches.to_device(self.batches.stage(self.batches.padding(size), size)).sample_slots
-        left = graphs.result(size)
-        for tensor in left:  # where nothing was left yet
-            tensor.zero_()
-
-        @torch.inference_mode()
-        def work(flags: CaptureFlags) -> tuple[Tensor]:
-            del flags
-            take_back(slots, left.tokens, self.sampler)
-            return (sample(left.logits, slots, self.sampler, "general"),)
-
-        return work
-
-    def prepare_prompts(self, tokens: int) -> Work[tuple[Tensor]]:
-        """The same for a mixed step of so many tokens, of which graphs record the layers alone."""
-        batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(tokens), tokens))
-        plan = self.plan(batch)
-
-        @torch.inference_mode()
-        def work(flags: CaptureFlags) -> tuple[Tensor]:
-            return (self.forward(batch, plan, flags),)
-
-        return work
-
-    def capture(
-        self,
-        recorder: Recorder,
-        sizes: Sequence[int],
-        mixed_sizes: Sequence[int] = (),
-        on_progress: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        """Steps of these batch sizes, and mixed ones of these tokens, which are replayed from now on. Raises ValueError when a
-        full step would not fit the largest graph, and what `StepGraphs.capture` raises."""
-        if max(sizes) < self.limits.max_num_seqs:
-            raise ValueError(f"the largest graph holds {max(sizes)} rows, and {self.limits.max_num_seqs} may run at once")
-        mixed = StepGraphs(self.prepare_prompts, mixed_sizes, recorder, kind="mixed") if mixed_sizes else None
-        graphs = StepGraphs(self.prepare_padding, sizes, recorder, self.kernels.forget_graphs)
-        draws = StepGraphs(functools.partial(self.prepare_sampling, graphs), sizes, recorder, kind="sampling")
-        self.mixed_graphs, self.graphs, self.sampling_graphs = mixed, graphs, draws
-        try:
-            if mixed is not None:
-                mixed.capture()
-            graphs.capture(on_progress)
-            draws.capture()
-        except BaseException:
-            self.drop_graphs()
-            raise
-        self.eager_reason = f"more rows than the largest graph's {graphs.largest}"
-
-    def drop_graphs(self) -> None:
-        """Gives their memory back; steps run eagerly from now on."""
-        for graphs in (self.sampling_graphs, self.graphs, self.mixed_graphs):
-            if graphs is not None:
-                graphs.destroy()
-        self.graphs = self.sampling_graphs = self.mixed_graphs = None
-
-    @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Sample in every size and way as mixed steps do: none of them shall be the first to load a kernel or to ask for memory,
-        which waits until the device rests."""
-        if self.graphs is None or self.mixed_graphs is None:
-            return
-        tokens = self.mixed_graphs.sizes[0]
-        for size, variant in itertools.product(reversed(self.graphs.sizes), typing.get_args(Variant)):
-            batch = self.batches.to_device(self.batches.stage(self.batches.padding_prompts(1), tokens, sampling=size))
-            self.sample(batch, self.mixed_graphs.result(tokens)[0], variant).tokens.tolist()  # the staging buffers take turns
 
     def forward_and_sample(self, batch: Batch, plan: Any, variant: Variant, flags: CaptureFlags = EAGER) -> Sampled:
         """The whole step on the device, as a function of the batch's tensors, the KV cache and the sampler's state.

@@ -11,14 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.autograd.profiler
 from torch import Tensor
-from torch._C._autograd import DeviceType
 
 from minserve.errors import SelfCheckFailed
 from minserve.models.decoder import Decoder
@@ -27,24 +26,21 @@ from minserve.models.sampler import SamplerState, Variant
 from minserve.request import SamplingParams
 from minserve.runtime.batch import Batch
 from minserve.runtime.cuda_graph import StepGraphs
-from minserve.runtime.model_runner import ModelRunner, Sampled
+from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.poisoned_cache import PoisonedCache
+from minserve.runtime.replay_streams import count_all_streams
 from minserve.runtime.scheduler import Limits
 from minserve.runtime.step import ScheduledRow, ScheduledStep
 from minserve.runtime.step_outcome import mark
 
-MOST_STREAMS = 3
-"""At replay, whatever the number of layers: main, alt, and one that a library may own."""
 _ROW_PAGES = 4
 _LONG_ROW_TOKENS = 2048
 _STATE = ("output_index", "last_tokens", "broken_rows", "token_counts")
 """What sampling writes."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes: two numbers are the same when these are, NaN included."""
-_UNCOUNTED = ("Memcpy", "Memset", "nccl")
-"""No kernels, or NCCL's, which branches off for each of its own."""
-_MARK = "spin_kernel"
-"""What the profiler calls the kernel of torch.cuda._sleep."""
+
+log = logging.getLogger("minserve.runtime")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,19 +119,22 @@ def check_graphs(
     comparisons = 0
     try:
         with _poisoned_token(runner.model) as poison:
-            last: _Doubts | None = None
+            previous: _Doubts | None = None
             for done, trial in enumerate(trials):
-                before_last = last
                 try:
-                    compared, last = _launch(runner, trial, cache, poison)
+                    compared, launched = _launch(runner, trial, cache, poison)
                     on_progress(done / len(trials))
-                finally:  # whatever a trial runs into, the one before may know why
-                    if before_last is not None:
-                        before_last.settle()
+                except Exception:
+                    log.debug("self-check: %s", trial.graph("argmax"), exc_info=True)  # what the one before finds may explain it
+                    raise
+                finally:
+                    if previous is not None:
+                        previous.settle()
+                previous = launched
                 comparisons += compared
-            if last is not None:
-                last.settle()
-        streams = _count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
+            if previous is not None:
+                previous.settle()
+        streams = count_all_streams(runner, graphs) if runner.device.type == "cuda" else {}
     finally:
         cache.clear()
         _put_back(runner.sampler, before)
@@ -211,8 +210,10 @@ def _launch(runner: ModelRunner, trial: Trial, cache: PoisonedCache, poison: int
         left = _replay_over_nan(graphs, trial.size)
         if not decodes:
             return {"argmax": layers(left[0])}
-        argmax = layers(left.hidden) | {"logits": left.logits[: trial.real].clone()} | sampled(left.tokens)
-        return {"argmax": argmax, "general": sampled(_replay_over_nan(draws, trial.size)[0])}
+        tokens = sampled(left.tokens)
+        drawn = sampled(_replay_over_nan(draws, trial.size)[0])
+        # Read last: a step goes on with what its decode graph has left after both.
+        return {"argmax": layers(left.hidden) | {"logits": left.logits[: trial.real].clone()} | tokens, "general": drawn}
 
     def eager() -> dict[Variant, dict[str, Tensor]]:
         _put_back(runner.sampler, start)
@@ -378,49 +379,3 @@ def _copies(sampler: SamplerState, names: tuple[str, ...]) -> dict[str, Tensor]:
 def _put_back(sampler: SamplerState, copies: dict[str, Tensor]) -> None:
     for name, values in copies.items():
         getattr(sampler, name).copy_(values)
-
-
-# streams
-
-
-def _count_all_streams(runner: ModelRunner, graphs: StepGraphs[Sampled]) -> dict[int, int]:
-    def replays() -> Iterator[Callable[[], object]]:
-        for size in graphs.sizes:
-            runner.prepare_padding(size)
-            yield functools.partial(graphs.replay, size)
-
-    found = kernel_streams(replays())
-    counts = {size: len(set(streams)) for size, streams in zip(graphs.sizes, found, strict=False)}
-    for size, count in counts.items():
-        if count > MOST_STREAMS:
-            raise SelfCheckFailed(
-                f"the decode graph of batch size {size} runs on {count} streams, more than {MOST_STREAMS}: a side block is "
-                "recorded before the main one, or a fork has no work; each layer then pays for a change of stream"
-            )
-    return counts
-
-
-def kernel_streams(runs: Iterable[Callable[[], object]]) -> list[list[int]]:
-    """Of each run the streams of the kernels that it launches; empty when the profiler sees nothing.
-
-    Only replays show them: during capture there is one stream for each that the program names. All runs share one trace, which
-    costs more than a replay. What `runs` itself launches between them is not counted. torch.profiler would import half of
-    torch's compiler.
-    """
-    with torch.autograd.profiler.profile(use_device="cuda", use_cpu=False, use_kineto=True) as profile:
-        for run in runs:
-            torch.cuda._sleep(1)  # a kernel that can be told from all others
-            run()
-            torch.cuda._sleep(1)
-        torch.cuda.synchronize()
-    found: list[list[int]] = []
-    inside = False
-    events = [] if profile.kineto_results is None else profile.kineto_results.events()
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if _MARK in event.name():
-            inside = not inside
-            if inside:
-                found.append([])
-        elif inside and event.device_type() == DeviceType.CUDA and not event.name().startswith(_UNCOUNTED):
-            found[-1].append(event.device_resource_id())
-    return found

@@ -30,7 +30,7 @@ from minserve.models.layers.streams import CudaLanes
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import load_weights, open_checkpoint
 from minserve.request import SamplingParams
-from minserve.runtime import expert_exchange, parallel, self_check
+from minserve.runtime import captured_steps, expert_exchange, parallel, self_check
 from minserve.runtime.expert_exchange import Exchange
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.parallel import Group
@@ -206,7 +206,7 @@ def check_replays(group: Group, way: Exchange, directory: Path, kind: str, polic
     said = f"{rows} rows, error {error:.4f}, {int(parted.sum())} of other experts, {int(clear.sum())} clear"
     say(f"rank {rank}: {kind} {policy}: {said}, streams {proven.streams}")
     for one in (alone, runner):
-        one.drop_graphs()
+        captured_steps.drop(one)
 
 
 def connect(group: Group, max_num_seqs: int) -> Exchange:

@@ -20,6 +20,7 @@ from minserve.models.layers.streams import CudaLanes
 from minserve.models.model_config import ModelConfig
 from minserve.models.registry import build_model, load_model_config
 from minserve.models.weights import dummy_weights, formats_from_config
+from minserve.runtime import captured_steps
 from minserve.runtime.cuda_graph import CudaRecorder, StepGraphs
 from minserve.runtime.model_runner import ModelRunner, Sampled
 from minserve.runtime.scheduler import Limits
@@ -123,6 +124,6 @@ def small_runner(
 
 def capture(runner: ModelRunner, sizes: tuple[int, ...] | None = None) -> StepGraphs[Sampled]:
     sizes = sizes or (runner.limits.max_num_seqs,)
-    runner.capture(CudaRecorder(DEVICE), sizes)
+    captured_steps.capture(runner, CudaRecorder(DEVICE), sizes)
     assert runner.graphs is not None
     return runner.graphs

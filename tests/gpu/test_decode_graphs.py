@@ -21,10 +21,11 @@ from minserve.models.decoder import Decoder
 from minserve.models.layers import moe
 from minserve.models.layers.moe import MixtureOfExperts
 from minserve.models.layers.streams import CudaLanes, Lanes
-from minserve.runtime import canary, cuda_graph
+from minserve.runtime import canary, captured_steps, cuda_graph
 from minserve.runtime.capture_mode import current_flags
 from minserve.runtime.model_runner import ModelRunner
-from minserve.runtime.self_check import check_graphs, kernel_streams
+from minserve.runtime.replay_streams import kernel_streams
+from minserve.runtime.self_check import check_graphs
 
 SIZES = (1, 5, 8, 40)
 SPIN_CYCLES = 2_000_000
@@ -187,7 +188,7 @@ def test_a_routed_kernel_that_disposes_its_input_is_refused_without_the_flag(
     runner = small_runner("deepseek-v3", change=disposing, policy=policy, max_num_seqs=8)
     capture(runner)
     assert check_graphs(runner, "fast").comparisons == 4  # with the flag nothing is disposed
-    runner.drop_graphs()
+    captured_steps.drop(runner)
     monkeypatch.setattr(cuda_graph, "capture_mode", without_dispose_flag)
     capture(runner)
     assert "does not equal an eager run" in refusal(runner)

@@ -11,6 +11,7 @@ from gpu.runners import small_runner
 from torch import Tensor
 
 from minserve.request import SamplingParams
+from minserve.runtime import captured_steps
 from minserve.runtime.cuda_graph import CudaRecorder
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.self_check import check_graphs
@@ -26,7 +27,7 @@ MODELS = [
 
 
 def capture(runner: ModelRunner, sizes: tuple[int, ...] = (128, 512)) -> None:
-    runner.capture(CudaRecorder(DEVICE), (4, runner.limits.max_num_seqs), sizes)
+    captured_steps.capture(runner, CudaRecorder(DEVICE), (4, runner.limits.max_num_seqs), sizes)
 
 
 @pytest.mark.parametrize("stack", ["torch-gpu", "hopper"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from minserve.capture_flags import CaptureFlags
 from minserve.kernels import reference
 from minserve.kernels.interface import AttentionMetadata, AttentionShape, Kernels, kv_page_shape
+from minserve.runtime import captured_steps
 from minserve.runtime.capture_mode import current_flags
 from minserve.runtime.model_runner import ModelRunner
 from minserve.runtime.scheduler import Limits
@@ -109,7 +110,7 @@ def with_graphs(
     recorder: FakeRecorder | None = None,
     mixed_sizes: tuple[int, ...] = (),
 ) -> ModelRunner:
-    runner.capture(recorder or FakeRecorder(), sizes, mixed_sizes)
+    captured_steps.capture(runner, recorder or FakeRecorder(), sizes, mixed_sizes)
     return runner
 
 

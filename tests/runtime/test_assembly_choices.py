@@ -59,3 +59,31 @@ def test_a_cpu_says_that_it_has_no_graphs(tiny_dir, changes, reason):
     assert parts.info["effective"]["self check"] == "no graphs on a CPU"
     assert json.loads(json.dumps(parts.info["self_check"]))
     assert list(timeline.finish()) == ["import", "config", "stack", "checkpoint", "build", "load", "kv cache"]
+
+
+def test_the_first_uses_have_ended_before_anything_is_timed_or_measured(tiny_dir, monkeypatch):
+    said = []
+
+    class Uses:
+        def start(self, *_):
+            said.append("started")
+
+        def wait(self):
+            said.append("waited")
+
+    def choose(*inputs, on_measure, **others):
+        on_measure()
+        said.append("timed")
+        return shared_expert_choose(*inputs, **others)
+
+    def plan_cache(*inputs):
+        said.append("measured")
+        return own_plan_cache(*inputs)
+
+    shared_expert_choose, own_plan_cache = assembly.shared_expert.choose, assembly._plan_cache
+    monkeypatch.setattr(assembly, "FirstUses", Uses)
+    monkeypatch.setattr(assembly.shared_expert, "choose", choose)
+    monkeypatch.setattr(assembly, "_plan_cache", plan_cache)
+    config = Config(model=str(tiny_dir("qwen2_moe")), device="cpu", num_pages=64, max_num_seqs=4, max_model_len=512)
+    assemble(config, Timeline(lambda _: None, "import"))
+    assert said == ["started", "waited", "timed", "waited", "measured"]

@@ -18,6 +18,7 @@ from minserve.errors import DoesNotFit, EnvironmentFault, UsageError
 from minserve.kernels import reference
 from minserve.request import Request, SamplingParams
 from minserve.runtime.capture_mode import current_flags
+from minserve.runtime.captured_steps import capture, drop, rehearse
 from minserve.runtime.cuda_graph import StepGraphs, capture_sizes, mixed_sizes
 
 
@@ -180,6 +181,49 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_dir, variant):
     assert eager_loop.scheduler.stats().eager_decode_steps == {"cpu": sum(stats.graph_replays.values())}
 
 
+def test_steps_of_greedy_rows_replay_no_sampling_graph(tiny_dir):
+    limits, recorder = limits_of(), FakeRecorder()
+    runner = with_graphs(runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits), (1, 4, 6), recorder)
+    answers(Loop(limits, runner), [*requests(9)])
+    assert all(graph.replays for graph in recorder.graphs[:3])
+    assert not any(graph.replays for graph in recorder.graphs[3:])
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_a_failed_capture_leaves_no_graph(tiny_dir, fails_at):
+    """Two mixed graphs, two of decode steps, two of their sampling."""
+    limits = limits_of()
+    recorder = FakeRecorder(failure=RuntimeError("operation not permitted when stream is capturing"), fails_at=fails_at)
+    runner = runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits)
+    with pytest.raises(EnvironmentFault, match=("mixed step of", "decode step of", "sampling of")[fails_at // 2]):
+        with_graphs(runner, (2, 6), recorder, (20, 64))
+    assert (runner.graphs, runner.sampling_graphs, runner.mixed_graphs) == (None, None, None)
+    assert len(recorder.graphs) == fails_at
+    assert all(graph.is_reset for graph in recorder.graphs)
+    eager_steps_of(runner)
+
+
+def test_dropped_graphs_leave_eager_steps_that_say_so(tiny_dir):
+    recorder = FakeRecorder()
+    runner = with_graphs(runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits_of()), (6,), recorder, (64,))
+    drop(runner)
+    assert all(graph.is_reset for graph in recorder.graphs)
+    eager_steps_of(runner)
+
+
+def eager_steps_of(runner):
+    loop = Loop(runner.limits, runner)
+    answers(loop, list(requests(3)))
+    assert loop.scheduler.stats().eager_decode_steps.keys() == {"no graphs"}
+
+
+def test_the_progress_of_all_captures_together(tiny_dir):
+    runner, fractions = runner_of(load(tiny_dir("qwen2_moe")), HeldPlans().kernels(), limits_of()), []
+    capture(runner, FakeRecorder(), (2, 6), (20, 64), fractions.append)
+    assert fractions == sorted(fractions)
+    assert set(fractions) == {part / 6 for part in range(7)}
+
+
 def test_mixed_steps_sample_as_many_rows_as_some_decode_step_and_a_rehearsal_knows_all(tiny_dir):
     """As many logits as never were before would wait on a GPU for kernels and memory."""
     limits, sizes = limits_of(), (1, 4, 6)
@@ -187,7 +231,7 @@ def test_mixed_steps_sample_as_many_rows_as_some_decode_step_and_a_rehearsal_kno
     head, seen = runner.model.compute_logits, []
     runner.model.compute_logits = lambda hidden: (seen.append(len(hidden)), head(hidden))[1]
     before = buffers(runner)
-    runner.rehearse()
+    rehearse(runner)
     assert seen == [6, 6, 4, 4, 1, 1]
     for name, value in buffers(runner).items():
         kept = (

@@ -9,7 +9,7 @@ from runtime.scripted import make_limits
 
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
-from minserve.runtime.cuda_graph import StepGraphs
+from minserve.runtime.captured_steps import mixed_graphs
 from minserve.runtime.self_check import check_graphs
 
 
@@ -20,7 +20,7 @@ def mixed_runner(directory, *, sizes=(8, 40), recorder=None, limits=None, **kern
     )
     runner = with_graphs(runner_of(load(directory, table), table, limits), (limits.max_num_seqs,), mixed_sizes=sizes)
     if recorder is not None:
-        runner.mixed_graphs = StepGraphs(runner.prepare_prompts, sizes, recorder, kind="mixed")
+        runner.mixed_graphs = mixed_graphs(runner, sizes, recorder)
         runner.mixed_graphs.capture()
     return runner
 

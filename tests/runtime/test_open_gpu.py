@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import types
 
 import pytest
+import torch
 
 import minserve.runtime
 from minserve.runtime import __main__ as process
-from minserve.seat import DESCRIPTOR_VARIABLE, SEAT_VARIABLE, Seat, encode
+from minserve.seat import SEAT_VARIABLE, Seat, encode
 
 
 class Driver:
@@ -17,7 +19,7 @@ class Driver:
 
     def __init__(self, gpus, init=0):
         self._gpus, self._init = gpus, init
-        self.opened = []
+        self.opened, self.closed = [], []
 
     def cuInit(self, flags):  # noqa: N802
         assert flags == 0
@@ -36,16 +38,22 @@ class Driver:
         self.opened.append(device.value)
         return 0
 
+    def cuDevicePrimaryCtxRelease(self, device):  # noqa: N802
+        self.closed.append(device.value)
+
 
 @pytest.mark.parametrize(
     ("driver", "rank", "opened"),
     [(Driver(1), 0, [100]), (Driver(8), 11, [103]), (Driver(2), 3, [101]), (Driver(0), 0, []), (Driver(1, init=100), 0, [])],
 )
-def test_the_gpu_of_the_seat_is_opened(monkeypatch, driver, rank, opened):
+def test_the_gpu_of_the_seat_is_opened_and_given_back_where_torch_has_no_use_for_it(monkeypatch, driver, rank, opened):
     monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
     monkeypatch.setenv(SEAT_VARIABLE, encode(Seat(rank=rank, num_ranks=16, ranks_per_host=8)))
-    process._open_gpu()
-    assert driver.opened == opened
+    gpu = process._OpenedGpu()
+    gpu._opening.join()
+    assert (driver.opened, driver.closed) == (opened, [])
+    gpu.close()
+    assert driver.closed == opened
 
 
 def test_without_a_driver_nothing_happens(monkeypatch):
@@ -53,26 +61,30 @@ def test_without_a_driver_nothing_happens(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    process._open_gpu()
+    process._OpenedGpu().close()
 
 
-@pytest.mark.parametrize(("words", "opens"), [(["cpu"], False), (["auto"], True), (["cuda"], True)])
-def test_an_engine_on_a_cpu_leaves_all_gpus_alone(monkeypatch, words, opens):
-    begun = []
+@pytest.mark.parametrize("words", [["cpu"], ["auto"], ["cuda"]])
+@pytest.mark.parametrize("torch_has_gpu", [True, False])
+def test_an_engine_on_a_cpu_leaves_all_gpus_alone(monkeypatch, words, torch_has_gpu):
+    said = []
 
-    class Thread:
-        def __init__(self, target, daemon):
-            begun.append((target, daemon))
+    class Gpu:
+        def __init__(self):
+            said.append("opened")
 
-        def start(self):
-            begun.append("started")
+        def close(self):
+            said.append("closed")
 
+    def leave(code):
+        raise SystemExit(code)
+
+    engine = types.SimpleNamespace(main=lambda: 0, leave=leave)
+    monkeypatch.setattr(minserve.runtime, "engine", engine, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_has_gpu)
     monkeypatch.setattr(sys, "argv", ["minserve.runtime", *words])
-    monkeypatch.setattr(process.threading, "Thread", Thread)
-    monkeypatch.setattr(process.gc, "disable", lambda: None)
-    monkeypatch.delattr(minserve.runtime, "engine", raising=False)
-    monkeypatch.setitem(sys.modules, "minserve.runtime.engine", None)  # its import fails, and the process ends
-    monkeypatch.delenv(DESCRIPTOR_VARIABLE, raising=False)
+    monkeypatch.setattr(process, "_OpenedGpu", Gpu)
+    monkeypatch.setattr(process, "gc", types.SimpleNamespace(disable=lambda: None, freeze=lambda: None))
     with pytest.raises(SystemExit):
         process.main()
-    assert begun == ([(process._open_gpu, True), "started"] if opens else [])
+    assert said == ([] if words == ["cpu"] else ["opened"] if torch_has_gpu else ["opened", "closed"])

@@ -15,7 +15,7 @@ from runtime.scripted import Loop, make_limits, request
 from minserve.errors import SelfCheckFailed
 from minserve.kernels import reference
 from minserve.models.sampler import sample
-from minserve.runtime import model_runner, self_check
+from minserve.runtime import captured_steps, model_runner, replay_streams
 from minserve.runtime.self_check import check_graphs
 
 
@@ -191,26 +191,44 @@ def test_a_fault_of_the_last_row_is_noticed(tiny_dir):
     assert "6 rows filled): it does not equal an eager run of the same batch: hidden differ in row 5 " in message
 
 
+def sampling_as(variant):
+    return lambda logits, slots, state, _: sample(logits, slots, state, variant)
+
+
 @pytest.mark.parametrize("size", [1, 2, 6])
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("module", "name", "instead", "words"),
     [
-        ({"sample": lambda logits, slots, state, _: sample(logits, slots, state, "general")}, r"decode graph .*tokens differ"),
-        ({"sample": lambda logits, slots, state, _: sample(logits, slots, state, "argmax")}, r"sampling graph .*tokens differ"),
-        ({"take_back": lambda *_: None}, r"sampling graph .*(tokens|output index) differ"),
+        (model_runner, "sample", sampling_as("general"), r"decode graph .*tokens differ"),
+        (captured_steps, "sample", sampling_as("argmax"), r"sampling graph .*tokens differ"),
+        (captured_steps, "take_back", lambda *_: None, r"sampling graph .*(tokens|output index) differ"),
     ],
     ids=["decode", "sampling", "take back"],
 )
-def test_graphs_that_sample_in_another_way_are_noticed(tiny_dir, monkeypatch, size, fault, words):
+def test_graphs_that_sample_in_another_way_are_noticed(tiny_dir, monkeypatch, size, module, name, instead, words):
     class Otherwise(FakeGraph):
         def replay(self):
             with monkeypatch.context() as patch:
-                for name, value in fault.items():
-                    patch.setattr(model_runner, name, value)
+                patch.setattr(module, name, instead)
                 super().replay()
 
     limits, recorder = limits_of(max_num_seqs=size), FakeRecorder(graph_type=Otherwise)
     assert re.search(words, refusal(checked_runner(tiny_dir("qwen3_moe"), sizes=(size,), recorder=recorder, limits=limits)))
+
+
+@pytest.mark.parametrize("result", ["logits", "hidden"])
+def test_a_sampling_graph_that_writes_into_what_the_step_goes_on_with_is_noticed(tiny_dir, result):
+    """Both graphs have one pool of memory, and log-probabilities are read after both."""
+
+    class Careless(FakeGraph):
+        def replay(self):
+            super().replay()
+            if self in recorder.graphs[1:]:
+                getattr(runner.graphs.result(6), result)[0] += 1
+
+    recorder = FakeRecorder(graph_type=Careless)
+    runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(6,), recorder=recorder)
+    assert f"does not equal an eager run of the same batch: {result} differ in row 0 " in refusal(runner)
 
 
 def test_without_graphs_there_is_nothing_to_compare(tiny_dir):
@@ -221,9 +239,9 @@ def test_without_graphs_there_is_nothing_to_compare(tiny_dir):
 @pytest.mark.parametrize(("streams", "refused"), [(1, False), (3, False), (4, True), (61, True)])
 def test_too_many_streams_are_refused(tiny_dir, monkeypatch, streams, refused):
     runner = checked_runner(tiny_dir("qwen3_moe"), sizes=(2, 6))
-    monkeypatch.setattr(self_check, "kernel_streams", lambda runs: [run() and [*range(streams)] for run in runs])
+    monkeypatch.setattr(replay_streams, "kernel_streams", lambda runs: [run() and [*range(streams)] for run in runs])
     if refused:
         with pytest.raises(SelfCheckFailed, match=f"batch size 2 runs on {streams} streams, more than 3"):
-            self_check._count_all_streams(runner, runner.graphs)
+            replay_streams.count_all_streams(runner, runner.graphs)
     else:
-        assert self_check._count_all_streams(runner, runner.graphs) == {2: streams, 6: streams}
+        assert replay_streams.count_all_streams(runner, runner.graphs) == {2: streams, 6: streams}
