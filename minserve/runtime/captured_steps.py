@@ -5,6 +5,7 @@ Chooses no sizes, and knows of CUDA no more than a recorder.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import typing
 from collections.abc import Callable, Sequence
@@ -94,13 +95,18 @@ def capture(
     runner.mixed_graphs = mixed_graphs(runner, mixed_sizes, recorder) if mixed_sizes else None
     runner.graphs = decode_graphs(runner, sizes, recorder)
     runner.sampling_graphs = sampling_graphs(runner, runner.graphs, recorder)
-    total, done = len(mixed_sizes) + 2 * len(sizes), 0
+    every: list[StepGraphs[Any]] = [
+        graphs for graphs in (runner.mixed_graphs, runner.graphs, runner.sampling_graphs) if graphs is not None
+    ]
+    total, done = sum(len(graphs.sizes) for graphs in every), 0
+
+    def tell(before: int, count: int, part: float) -> None:
+        on_progress((before + part * count) / total)
+
     try:
-        for graphs in (runner.mixed_graphs, runner.graphs, runner.sampling_graphs):
-            if graphs is not None:
-                count, before = len(graphs.sizes), done
-                graphs.capture(lambda part: on_progress((before + part * count) / total))  # noqa: B023 - called before the next
-                done += count
+        for graphs in every:
+            graphs.capture(functools.partial(tell, done, len(graphs.sizes)))
+            done += len(graphs.sizes)
     except BaseException:
         drop(runner)
         raise

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from runtime.graph_doubles import FakeRecorder
 from tiny_checkpoints import write_checkpoint
 from waiting import PATIENCE
 
@@ -41,6 +42,22 @@ def test_the_last_line_is_json(shape, capsys):
     assert report["distinct_experts"]["1"] == 4.0  # one token, four experts, in every layer
     assert 4.0 < report["distinct_experts"]["3"] <= 12.0
     assert report["layers"] == 3
+
+
+def test_a_step_is_the_decode_graph_alone_and_each_batchs_graphs_are_dropped(shape, monkeypatch, capsys):
+    recorders = []
+    monkeypatch.setattr(bench_step, "CudaRecorder", lambda _: recorders.append(FakeRecorder()) or recorders[-1])
+    words = [str(shape), "--batch", "1", "3", "--context", "70", "--steps", "5", "--modes", "graph", "--device", "cpu"]
+    assert bench_step.main([*words, "--shared-expert", "serial"]) == 0
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [(row["batch"], row["mode"]) for row in report["rows"]] == [(1, "graph serial"), (3, "graph serial")]
+    assert len(recorders) == 2
+    for recorder in recorders:
+        decode, sampling = recorder.graphs
+        assert decode.replays > 5
+        assert sampling.replays == 0
+        assert decode.is_reset
+        assert sampling.is_reset
 
 
 def test_fewer_layers_where_the_whole_does_not_fit(shape, capsys):
